@@ -46,21 +46,17 @@ def audit(
     github: annotations for GitHub Actions. As sarif: a SARIF 2.1.0 log.
     """
     from .audit.replay.journals import audit_paths
+    from .audit.replay.observers import Lost, Steps
     from .exporters.reports import annotations, audit_text
     from .exporters.reports.audit import as_json, findings_csv, report
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
-    tallied, priced = format in ("text", "json"), format == "json" or (format == "text" and verbose)
+    tallied = format in ("text", "json")
+    priced = format == "json" or (format == "text" and verbose)  # a text without -v prints no seconds
     with read.journals(paths) as (places, window, run):
-        audited = audit_paths(
-            places,
-            window=window,
-            with_metrics=False,
-            with_costs=tallied,
-            times_steps=priced,  # a text without -v prints no seconds
-            run=run,
-        )
+        observers = [*([Lost] if tallied else []), *([Steps] if priced else [])]
+        audited = audit_paths(places, observers, window=window, run=run)
         result = concluded(report(audited, costs_of(audited.engines) if tallied else None))
 
     def sarif(result: Any) -> str:

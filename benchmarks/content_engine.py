@@ -97,7 +97,7 @@ def measure(large: bool, rounds: int, blocks: int, folder: Path, progress: Progr
 def _compared(journals: Path) -> Iterator[int]:
     """The compared hit blocks of each journal; raises if one differed."""
     for engine in audit_paths([journals]).engines:
-        counts = engine.auditor.ledger.contents.counts
+        counts = engine.auditor.ledger.sums.contents
         if engine.violations or counts.get("differed"):
             raise RuntimeError(f"{engine.path.name}: a hit block differed: {counts}")
         yield counts.get("compared", 0)

@@ -70,8 +70,8 @@ def _reasons(journal: Path, request_ids: Collection[str], steps: int | None) -> 
     unknown = auditor.ledger.totals().unknown_requests - len(running_before)
     if unknown > 0:
         yield f"{unknown} requests that arrived under observation are unknown to the audit"
-    if auditor.check_failures:
-        yield f"checks failed: {', '.join(auditor.check_failures)}"
+    if auditor.findings.check_failures:
+        yield f"checks failed: {', '.join(auditor.findings.check_failures)}"
     violations = [each for each in auditor.violations if each.severity == "violation"]
     if violations:
         yield f"the audit found {len(violations)} violations, first {violations[0].message}"

@@ -22,7 +22,7 @@ import msgspec
 from ..audit import events as ev
 from ..audit.errors import LedgerError
 from ..audit.hash_key import VARIABLE, HashKey, from_environment
-from ..audit.journal.folder import KV_EVENTS
+from ..audit.journal.catalogue import KV_EVENTS
 from ..audit.journal.recorder import Recorder, microseconds_since
 from ..audit.text import printable
 

@@ -21,6 +21,7 @@ from rich.console import Console, RenderableType
 
 from ..audit.errors import LedgerError
 from ..audit.replay.journals import audit_paths
+from ..audit.replay.observers import Lost, Steps
 from ..audit.replay.windows import Window, window
 from .inputs import reading
 from .reports import audit_text, html_page, summary, why
@@ -90,7 +91,7 @@ class Audit:
     def data(self) -> AuditReport:
         """The audit as data; read once."""
         with reading(self._paths) as (places, run):
-            audited = audit_paths(places, window=self._window, with_metrics=False, with_costs=True, run=run)
+            audited = audit_paths(places, (Lost, Steps), window=self._window, run=run)
             return concluded(report(audited, costs_of(audited.engines)))
 
     @property

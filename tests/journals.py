@@ -9,11 +9,23 @@ from msgspec.structs import replace
 from tests.histories import GOLDEN, Golden, events
 
 from kvledger.audit.events import EngineStarted, EngineStopped, Event, Reported, Setting, Snapshot
+from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.replay.find import journals_at
+from kvledger.audit.replay.followed_audit import FollowedAudit
 
 STARTED = EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "tokens", 4000, {})
 CLEAN = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
 """A prompt of 200 tokens, preempted during prefill and admitted again (vLLM#36752)."""
+
+
+def followed_audits(path: Path) -> list[FollowedAudit]:
+    """The audits that metrics are made of, each of a whole journal at or under ``path``."""
+    audits = [FollowedAudit(journal) for journal in journals_at([path])]
+    for audit in audits:
+        with Reader(audit.path) as reader:
+            audit.read(reader)
+    return audits
 
 
 def write(

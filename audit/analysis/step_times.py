@@ -43,7 +43,7 @@ class Work(NamedTuple):
     draft_tokens: int = 0
     context_tokens: int = 0
 
-    def plus(self, more: Work) -> Work:
+    def __add__(self, more: Work) -> Work:  # type: ignore[override]
         """The sum."""
         return Work(
             self[0] + more[0], self[1] + more[1], self[2] + more[2], self[3] + more[3], self[4] + more[4]
@@ -107,8 +107,8 @@ class PendingStep(NamedTuple):
     work: Work
 
 
-class StepTimes(msgspec.Struct):
-    """Observes the steps of one engine. Times are microseconds since the engine started."""
+class StepSums(Sums):
+    """How long steps took, and what they worked on."""
 
     sample: Sample = msgspec.field(default_factory=Sample)
     """Observations: steps, the figures of :class:`Work`, microseconds."""
@@ -116,15 +116,25 @@ class StepTimes(msgspec.Struct):
     """Time of all observations in the window."""
     work: Work = NO_WORK
     """Work of all observations in the window."""
-    since_seconds: float | None = None
-    """Unix time at which the window begins; None: no bound."""
-    until_seconds: float | None = None
-    """Unix time at which the window ends; None: no bound."""
-    since_at: int = 0
-    until_at: int = FAR
+    busy_by_minute: dict[int, int] = {}
+    """``busy_us`` by the minute since 1970 in which an observation ends, if that is wanted."""
+
+
+class StepTimes(msgspec.Struct):
+    """Observes the steps of one engine. Times are microseconds since the engine started.
+
+    ``since_us`` and ``until_us`` bound the window, in Unix time; the sample is of all times.
+    """
+
+    since_us: int = 0
+    until_us: int = FAR
+    by_minute: bool = False
+    """Whether the time of the steps is wanted by the minute."""
+    sums: StepSums = msgspec.field(default_factory=StepSums)
+    """What was observed."""
     requests: dict[int, ScheduledRequest] = {}
     """The last step's requests that still run."""
-    sums: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0, 0, 0])
+    now: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0, 0, 0])
     """Over ``requests``: prefill tokens, decoding requests, drafts; context and advance of the decoding."""
     scheduled: int = 0
     """Steps scheduled so far."""
@@ -146,8 +156,6 @@ class StepTimes(msgspec.Struct):
     """Request numbers in the order of the last ``DeliveredWhole``."""
     began_us: int = 0
     """Unix time of the engine's microsecond 0, in microseconds."""
-    busy_by_minute: dict[int, int] | None = None
-    """``busy_us`` by the minute since 1970 in which an observation ends; None: not wanted."""
 
     # --- parts of a journal ---------------------------------------------------------------------------
 
@@ -157,38 +165,24 @@ class StepTimes(msgspec.Struct):
             request: (tokens, drafts, advance, context + advance * self.scheduled)
             for request, (tokens, drafts, advance, context) in self.requests.items()
         }
-        self.sums[3] += self.sums[4] * self.scheduled
+        self.now[3] += self.now[4] * self.scheduled
         self.scheduled = 0
 
     def state(self) -> tuple[Any, ...]:
         """What decides how the observation goes on."""
         pending = [(step.at, *step.work) for step in self.pending]
-        now = (self.delivered_at, self.repeated_at, self.busy, self.lost, self.skip, self.began_us)
-        return (sorted(self.requests.items()), self.sums, pending, tuple(self.repeated), self.order, now)
-
-    def forget_sums(self) -> None:
-        """Begin the sums anew."""
-        self.sample, self.busy_us, self.work = Sample(most=self.sample.most), 0, NO_WORK
-
-    def precede(self, earlier: StepTimes) -> None:
-        """Add the sums up to where these began."""
-        earlier.sample.merge(self.sample)
-        self.sample = earlier.sample
-        self.busy_us += earlier.busy_us
-        self.work = earlier.work.plus(self.work)
+        rest = (self.delivered_at, self.repeated_at, self.busy, self.lost, self.skip, self.began_us)
+        return (sorted(self.requests.items()), self.now, pending, tuple(self.repeated), self.order, rest)
 
     # --- events ---------------------------------------------------------------------------------------
 
     def started(self, event: ev.EngineStarted) -> None:
-        """Take the engine's clock for the bounds of the window."""
-        began = event.began_seconds
-        self.began_us = round(began * 1e6)
-        self.since_at = 0 if self.since_seconds is None else round((self.since_seconds - began) * 1e6)
-        self.until_at = FAR if self.until_seconds is None else round((self.until_seconds - began) * 1e6)
+        """Take the engine's clock."""
+        self.began_us = round(event.began_seconds * 1e6)
 
     def snapshot(self, event: ev.Snapshot) -> None:
         """The next step lists every request. Steps in flight are known unless events were lost."""
-        self.requests, self.sums = {}, [0, 0, 0, 0, 0]
+        self.requests, self.now = {}, [0, 0, 0, 0, 0]
         if self.lost or len(self.pending) != event.undelivered_steps:
             self.pending, self.skip = [], event.undelivered_steps
             self.repeated, self.repeated_at = NO_WORK, -1
@@ -217,7 +211,7 @@ class StepTimes(msgspec.Struct):
 
     def delivered(self, event: ev.Delivered) -> None:
         """The output of the oldest step came."""
-        if self.sums[2]:
+        if self.now[2]:
             changed = ev.numbers(event.changed)
             for i in range(0, len(changed), 2):
                 self._sampled(changed[i], changed[i + 1])
@@ -227,7 +221,7 @@ class StepTimes(msgspec.Struct):
         """The same, for an output with many differences."""
         if event.requests:
             self.order = event.requests
-        if self.sums[2]:
+        if self.now[2]:
             for request, sampled in zip(self.order, event.sampled, strict=False):
                 self._sampled(request, sampled)
         self._deliver(event.at)
@@ -250,7 +244,7 @@ class StepTimes(msgspec.Struct):
             *(PendingStep(event.at, work) for work in kept),
         ]
         for work in delivered[: times if times < depth else len(delivered)]:
-            self.repeated = self.repeated.plus(work)
+            self.repeated = self.repeated + work
         self.repeated_at, self.busy = event.at, True
 
     def left(self, event: ev.Finished | ev.Preempted) -> None:
@@ -293,18 +287,19 @@ class StepTimes(msgspec.Struct):
         if end <= begin:
             return
         if self.repeated_at >= 0:
-            work = self.repeated.plus(work)
-        self.sample.add(end, *work, end - begin)
-        if self.since_at <= end < self.until_at:
-            self.busy_us += end - begin
-            if self.busy_by_minute is not None:
-                minute = (self.began_us + end) // 60_000_000
-                self.busy_by_minute[minute] = self.busy_by_minute.get(minute, 0) + end - begin
-            self.work = self.work.plus(work)
+            work = self.repeated + work
+        sums, ended_us = self.sums, self.began_us + end
+        sums.sample.add(end, *work, end - begin)
+        if self.since_us <= ended_us < self.until_us:
+            sums.busy_us += end - begin
+            if self.by_minute:
+                minute = ended_us // 60_000_000
+                sums.busy_by_minute[minute] = sums.busy_by_minute.get(minute, 0) + end - begin
+            sums.work += work
 
     def _work(self, steps: int, before: int = 0) -> Work:
         """The work of ``steps`` steps with the present requests; the last is ``before`` steps ago."""
-        prefill, decodes, drafts, context, advance = self.sums
+        prefill, decodes, drafts, context, advance = self.now
         if steps == 1:
             return Work(1, prefill, decodes, drafts, context + (self.scheduled - before) * advance)
         last = self.scheduled - before
@@ -318,7 +313,7 @@ class StepTimes(msgspec.Struct):
         Replays spend much of their time here, so this is written out.
         """
         requests, scheduled = self.requests, self.scheduled
-        prefill, decodes, draft_tokens, contexts, advances = self.sums
+        prefill, decodes, draft_tokens, contexts, advances = self.now
         for request, tokens, drafts, computed in zip(*[iter(changed)] * 4, strict=True):
             advance = tokens
             before = requests.get(request)
@@ -345,7 +340,7 @@ class StepTimes(msgspec.Struct):
                 advances += advance
             else:
                 prefill += tokens - drafts
-        self.sums = [prefill, decodes, draft_tokens, contexts, advances]
+        self.now = [prefill, decodes, draft_tokens, contexts, advances]
 
     def _sampled(self, request: int, sampled: int) -> None:
         """A request with drafts gets ``sampled`` tokens in each step from now on."""
@@ -366,7 +361,7 @@ class StepTimes(msgspec.Struct):
             self._count(row, -1)
 
     def _count(self, row: ScheduledRequest, sign: int) -> None:
-        sums = self.sums
+        sums = self.now
         tokens, drafts, advance, context = row
         if tokens - drafts == 1:
             sums[1] += sign

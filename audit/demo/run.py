@@ -34,6 +34,7 @@ from ..journal.folder import read
 from ..ledger.account import Account
 from ..replay.find import JOURNAL
 from ..replay.journals import Audit, RequestStatement, audit_paths, statement
+from ..replay.observers import KeptAccounts
 from .injections import INJECTIONS, Injection
 from .lookups import LookupReport
 
@@ -78,9 +79,9 @@ class Demo:
         """How long the engine served."""
         self.refusals: list[str] = result.get("refused_by_the_engines_counters", [])
         """What the engine's counters raised when they refused a figure."""
-        self.audit: Audit = audit_paths([self.journal], keep=True)
+        self.audit: Audit = audit_paths([self.journal], (KeptAccounts,))
         """The audit of the journal."""
-        self.accounts = [account for engine in self.audit.engines for account in engine.accounts]
+        self.accounts = [account for engine in self.audit.engines for account in engine.of(KeptAccounts).sums]
         """Every account of it."""
         exported: dict[str, float] = result.get("counters", {})
         self.counters = engine_counters(exported)

@@ -14,7 +14,7 @@ from ..engines.content.layout import CHECKED_SPECS
 from ..engines.source_files import cache_declarations
 from ..errors import LedgerError
 from ..events import ContentWatched
-from ..journal.folder import ENGINE, WORKER
+from ..journal.catalogue import ENGINE, WORKER, Catalogue
 from ..journal.listing import content_watch
 
 JOURNALS_LOOKED_AT = 16
@@ -79,8 +79,7 @@ _SHAPES = "shapes that attention backends declare"
 def newest_watch(directory: Path) -> tuple[str, ContentWatched | None]:
     """The newest journal in which a worker checked contents or said why not: its name, and what it said."""
     try:
-        folders = [path for path in directory.iterdir() if path.name.startswith((ENGINE, WORKER))]
-        folders = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
+        folders = Catalogue(directory).newest_first(ENGINE, WORKER)
     except OSError:
         return "", None
     for folder in folders[:JOURNALS_LOOKED_AT]:

@@ -17,7 +17,7 @@ from ..errors import LedgerError
 from ..events import EngineStarted
 from ..faults.listing import KnownOfRelease, of_release
 from ..faults.releases import Product
-from ..journal.folder import ENGINE
+from ..journal.catalogue import ENGINE, Catalogue
 from ..journal.reader import Reader
 
 PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache")
@@ -67,8 +67,7 @@ def version_of(distribution: str) -> str | None:
 def _last_engine(directory: Path, release: str | None) -> tuple[str, dict[str, object]]:
     """The newest journal that an engine of this release wrote here, and the engine's settings."""
     try:
-        folders = [path for path in directory.iterdir() if path.name.startswith(ENGINE)]
-        newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
+        newest = next(iter(Catalogue(directory).newest_first(ENGINE)), None)
         engine = None if newest is None else _started(newest)
     except (LedgerError, OSError):  # there is no folder, or a live engine removes a segment meanwhile
         return "", {}

@@ -62,7 +62,7 @@ def give_time() -> None:
 def _writes_journal(processes: Iterable[Any]) -> bool:
     """Whether one of the processes is alive and writes a journal."""
     try:
-        from ..journal.folder import ENGINE
+        from ..journal.catalogue import ENGINE
         from ..journal.format import is_live
 
         folder = Path(os.environ["KVLEDGER_DIR"])

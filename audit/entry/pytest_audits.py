@@ -42,7 +42,7 @@ class AuditedInstance:
         """The violations, and a phrase for each failure of a check or hook, which may hide further ones."""
         self._observer.stop("detached")
         self._feed()
-        broken = [f"a check failed: {name}" for name in self.auditor.check_failures]
+        broken = [f"a check failed: {name}" for name in self.auditor.findings.check_failures]
         broken += [f"the hook on {each.hook} failed: {each.error}" for each in self._failed_hooks]
         return self.auditor.violations, broken
 

@@ -22,7 +22,7 @@ class Sums(msgspec.Struct):
         for name in self.__struct_fields__:
             setattr(self, name, added(getattr(self, name), getattr(more, name)))
 
-    def __add__(self: Self, more: Self) -> Self:
+    def __add__(self: Self, more: Any) -> Self:
         both = self.copy()
         both.merge(more)
         return both

@@ -2,7 +2,8 @@
 
 This file exports nothing. Import from the file that has what you need:
 
-- ``folder.py``: find journals, read a whole one, follow one as it grows
+- ``catalogue.py``: what each entry of a folder is; find journals
+- ``folder.py``: read a whole journal, follow one as it grows
 - ``reader.py``: ``Reader``, ``Batch``, ``Position``, ``Damage``
 - ``writer.py``: ``JournalWriter`` and its ``Limits``
 - ``recorder.py``: ``Recorder``, the queue and the thread between the hooks and the writer

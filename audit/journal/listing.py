@@ -14,10 +14,11 @@ import msgspec
 
 from ..errors import LedgerError
 from ..events import ContentWatched, EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
+from .catalogue import KV_EVENTS, WORKER, Catalogue
 from .decode import NewerBatch, UnreadableBatch, decode_batch
-from .folder import KV_EVENTS, WORKER
 from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
 from .hosts import engine_name
+from .retention import oldest
 
 FIRST_FRAMES = 4
 """So many frames at the beginning of a segment are searched for a worker's introduction."""
@@ -88,16 +89,12 @@ def prunable(
     Those that ended before ``before_seconds``, and more until the rest takes ``most_bytes`` at most.
     """
     by_age = sorted(journals, key=lambda one: (one.until_seconds or one.began_seconds or 0.0, one.path))
-    rest = sum(one.bytes for one in by_age)
-    chosen = []
-    for one in by_age:
-        if one.state == "live":
-            continue
-        old = before_seconds is not None and (one.until_seconds or 0.0) < before_seconds
-        if old or (most_bytes is not None and rest > most_bytes):
-            chosen.append(one)
-            rest -= one.bytes
-    return chosen
+    return oldest(
+        [(one, one.bytes) for one in by_age],
+        most_bytes,
+        lambda one: one.state == "live",
+        lambda one: before_seconds is not None and (one.until_seconds or 0.0) < before_seconds,
+    )
 
 
 def workers_of(journal: Path) -> list[Path]:
@@ -105,19 +102,14 @@ def workers_of(journal: Path) -> list[Path]:
     transfer = _transfer(journal)
     if transfer is None:
         return []
-    beside = sorted(path for path in journal.parent.iterdir() if path.name.startswith(WORKER))
-    return [path for path in beside if path.is_dir() and _transfer(path) == transfer]
+    workers = Catalogue.beside(journal).journals(WORKER)
+    return [path for path in workers if _transfer(path) == transfer]
 
 
 def recordings_in(folders: Iterable[Path]) -> list[Path]:
     """The recordings of KV events in these folders, which are read only together with engines' journals."""
-    found = []
-    for folder in dict.fromkeys(folders):
-        if folder.is_dir():
-            found += [
-                path for path in sorted(folder.glob(f"{KV_EVENTS}*")) if path.is_dir() and segments(path)
-            ]
-    return found
+    listed = [Catalogue(folder) for folder in dict.fromkeys(folders) if folder.is_dir()]
+    return [path for catalogue in listed for path in catalogue.journals(KV_EVENTS)]
 
 
 def _transfer(journal: Path) -> object:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import LedgerError
-from .folder import BESIDE, ENGINE
-from .format import is_live, segments
+from .catalogue import BESIDE, ENGINE, Catalogue
+from .format import is_live
 from .writer import Limits
+
+Journal = TypeVar("Journal")
 
 JOURNAL_BYTES = "KVLEDGER_JOURNAL_BYTES"
 """Environment variable: the most bytes of one engine's journal; its oldest segments are removed first."""
@@ -49,22 +53,34 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
     total_bytes = _bytes(TOTAL_BYTES) or TOTAL_JOURNALS * journal_bytes
     if not folder.is_dir():
         return []
-    journals = sorted(filter(_is_journal, folder.iterdir()), key=lambda path: path.name.partition("-")[2])
-    sizes = {journal: _size(journal) for journal in journals}
-    removed = []
-    for journal, size in sizes.items():
-        if sum(sizes.values()) + journal_bytes <= total_bytes:
-            break
-        if not is_live(journal):
-            shutil.rmtree(journal, ignore_errors=True)
-            sizes[journal] -= size
-            removed.append(journal)
+    journals = Catalogue(folder).journals(ENGINE, *BESIDE)
+    journals.sort(key=lambda path: path.name.partition("-")[2])  # the time at which it was begun
+    sized = [(journal, _size(journal)) for journal in journals]
+    removed = oldest(sized, total_bytes - journal_bytes, is_live)
+    for journal in removed:
+        shutil.rmtree(journal, ignore_errors=True)
     return removed
 
 
-def _is_journal(path: Path) -> bool:
-    """Whether kvledger wrote this folder; then its name contains the time at which it was begun."""
-    return path.name.startswith((ENGINE, *BESIDE)) and path.is_dir() and bool(segments(path))
+def oldest(
+    journals: Sequence[tuple[Journal, int]],
+    most_bytes: int | None,
+    is_live: Callable[[Journal], bool],
+    is_old: Callable[[Journal], bool] = lambda _: False,
+) -> list[Journal]:
+    """Which journals of ended engines to remove: those that are old, and more until the rest is small enough.
+
+    ``journals``: with their bytes, the oldest first. ``most_bytes`` is for all that stay, live ones included;
+    None: any number.
+    """
+    rest = sum(size for _, size in journals)
+    chosen = []
+    for journal, size in journals:
+        too_many = most_bytes is not None and rest > most_bytes
+        if (too_many or is_old(journal)) and not is_live(journal):
+            chosen.append(journal)
+            rest -= size
+    return chosen
 
 
 def _size(journal: Path) -> int:

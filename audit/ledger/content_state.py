@@ -1,4 +1,4 @@
-"""What the ledger keeps of the contents of blocks: the sums, and the blocks that were found changed."""
+"""What the ledger keeps of the contents of blocks: who seals them, and which were found changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ the ledger can't find in that step.
 
 
 class ContentState:
-    """Sums over the contents of one engine's blocks."""
+    """What decides how the contents of one engine's blocks are judged."""
 
     def __init__(self) -> None:
         self.watches = False
@@ -38,8 +38,6 @@ class ContentState:
         """Tokens per block, by checked group."""
         self.excluded: list[str] = []
         """Why some groups, or all, are not checked."""
-        self.counts: dict[str, int] = {}
-        """Blocks by what happened to them, and bytes and microseconds."""
         self.changed: dict[int, int] = {}
         """Blocks whose bytes were found changed, with the step."""
         self.promised: dict[int, int] = {}
@@ -57,10 +55,6 @@ class ContentState:
         for index in range(0, len(event.groups), 4):
             self.block_tokens[event.groups[index]] = event.groups[index + 1]
         self.excluded += [sentence for sentence in event.excluded if sentence not in self.excluded]
-
-    def count(self, name: str, blocks: int = 1) -> None:
-        """Count blocks."""
-        self.counts[name] = self.counts.get(name, 0) + blocks
 
     def noted(self, event: ev.Event, blocks: int) -> None:
         """Note which blocks, or whose, a connector promised to fill. ``blocks``: the size of the pools."""
@@ -90,9 +84,3 @@ class ContentState:
     def filled_in_part(self, block: int, code: int, allocated: tuple[int, int]) -> bool:
         """Whether a load filled the beginning of a block since its allocation, and nobody filled the rest."""
         return code == ev.UNFILLED and self.promised_in_part.get(block, -1) >= allocated[0]
-
-    def absorb(self, other: ContentState) -> None:
-        """Add the sums of another engine."""
-        self.watches = self.watches or other.watches
-        for name, count in other.counts.items():
-            self.count(name, count)

@@ -45,11 +45,12 @@ def runs(event: ev.HitsVerified) -> Iterator[_Run]:
 
 def _watched(state: LedgerState, event: ev.ContentWatched) -> None:
     state.contents.watched(event)
+    state.sums.watches += bool(event.groups)
     enter(state, event)
 
 
 def _counted(state: LedgerState, event: ev.ContentCounted) -> None:
-    sums = state.contents.counts
+    sums = state.sums.contents
     for name in ("sealed", "scrubbed", "bytes", "microseconds"):
         sums[name] = sums.get(name, 0) + getattr(event, name)
     sums["compared"] = sums.get("compared", 0) + event.verified
@@ -62,7 +63,7 @@ def _hits(state: LedgerState, event: ev.HitsVerified) -> None:
         account = accounts.get(run.request_id)
         life = None if account is None else _life_in(account, event.step)
         if account is None or life is None:
-            state.contents.count("unmatched", len(run.blocks))
+            state.sums.count_content("unmatched", len(run.blocks))
             continue
         _judge_run(state, event, run, account, life, differed)
 
@@ -90,29 +91,29 @@ def _judge_run(
             continue
         allocated = allocation(record, event.step)
         if allocated is None:
-            contents.count("unseen")
+            state.sums.count_content("unseen")
         elif allocated[1] == account.request and allocated[0] >= life.began_step:
             in_part = contents.filled_in_part(block, code, allocated)
-            contents.count("unsealed" if in_part else "arrived")
+            state.sums.count_content("unsealed" if in_part else "arrived")
             if in_part:  # the engine counts the rest as computed
                 found.unsealed.append((number, block, *allocated))
         elif code > 0 and allocated[0] <= code:
             changed = block in differed or contents.changed.get(block, -1) >= allocated[0]
-            contents.count("differed" if changed else "verified")
+            state.sums.count_content("differed" if changed else "verified")
             if changed:
                 contents.changed[block] = event.step
                 found.changed.setdefault(number, []).append((block, code, differed.get(block, code)))
             else:
                 found.intact.append(index)
         elif code in (ev.UNSEEN, ev.UNSAMPLED, ev.SAME_STEP):
-            contents.count(_NOT_VERIFIED[code])
+            state.sums.count_content(_NOT_VERIFIED[code])
         elif code == ev.MISMATCHED and contents.changed.get(block, -1) >= allocated[0]:
-            contents.count("differed")
+            state.sums.count_content("differed")
             found.changed.setdefault(number, []).append((block, contents.changed[block], 0))
         elif contents.loads_into(state.blocks, block, allocated):
-            contents.count("loaded")
+            state.sums.count_content("loaded")
         else:
-            contents.count("unsealed")
+            state.sums.count_content("unsealed")
             found.unsealed.append((number, block, *allocated))
     _enter_found(state, event, run, account, found)
 
@@ -137,7 +138,7 @@ def _enter_found(
 ) -> None:
     size = state.contents.block_tokens.get(run.group, 0)
     if found.intact:
-        state.contents.count("tokens", len(found.intact) * size)
+        state.sums.count_content("tokens", len(found.intact) * size)
         for start, end in _ranges(found.intact):
             add_line(state, account, f"verified: positions {start * size} to {end * size} hold the sealed KV")
     for number, rows in found.changed.items():
@@ -182,7 +183,7 @@ def _scrubbed(state: LedgerState, event: ev.ScrubDiffered) -> None:
         allocated = None if record is None else allocation(record, event.step)
         if record is None or allocated is None or allocated[0] > sealed:
             continue
-        contents.count("scrub_differed")
+        state.sums.count_content("scrub_differed")
         contents.changed[block] = event.step
         story = _story(state, number, block, sealed, intact, event.step, "read by a scrub")
         subject = ContentChanged(

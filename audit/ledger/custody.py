@@ -40,12 +40,12 @@ def _moved(state: LedgerState, event: ev.BlocksMoved) -> None:
         record, number = record_of(state, event.group, block)
         allocated = None if record is None else allocation(record, event.step)
         if record is None or allocated is None or record.allocations[-2] > event.step:
-            custody.count("unmatched")
+            state.sums.count_transfer("unmatched")
         elif not record.hash_ids:
             waiting = custody.waiting.setdefault((number, block, event.worker), [])
             waiting.append((allocated[0], event.step, event.out, event.own_store, prints))
         elif event.out:
-            custody.count("stored")
+            state.sums.count_transfer("stored")
             stored = prints, event.step, block, record.writer
             custody.keep((record.hash_ids[-1], event.worker, event.group), stored)
         else:
@@ -78,7 +78,7 @@ def _enter_differed(state: LedgerState, event: ev.BlocksMoved) -> None:
         allocated = None if record is None else allocation(record, event.step)
         if record is None or allocated is None or allocated[0] > step:
             continue  # the block was allocated again after its seal
-        state.custody.count("store_differed")
+        state.sums.count_transfer("store_differed")
         subject = ContentStored(
             event.worker,
             event.group,
@@ -100,14 +100,14 @@ def follow_waiting(state: LedgerState) -> None:
         pool = state.blocks.pools.get(number)
         record = None if pool is None else pool.records.get(block)
         if pool is None or record is None or record.allocations[-2:-1] != [rows[-1][0]]:
-            custody.count("unmatched", len(rows))
+            state.sums.count_transfer("unmatched", len(rows))
             del custody.waiting[key]
         elif record.hash_ids:
             del custody.waiting[key]
             group = next(iter(pool.groups))
             for allocated, step, out, own, prints in rows:
                 if allocated != record.allocations[-2]:
-                    custody.count("unmatched")
+                    state.sums.count_transfer("unmatched")
                     continue
                 where = state.at, step, worker, out, group, custody.key_name, own, [block]
                 _moved(state, ev.BlocksMoved(*where, bytes.fromhex(prints), [], custody.fleet_store))
@@ -120,17 +120,17 @@ def _judge(
     custody = state.custody
     versions = custody.stored.get((hash_id, event.worker, event.group), [])
     if any(prints == version[0] for version in versions):
-        custody.count("moved")
+        state.sums.count_transfer("moved")
         return None
     how, layers, part = differences(prints, [version[0] for version in versions])
     if not how or not (event.own_store or how in ("exchanged", "zeros")):
         counted_as = "unknown" if not versions else "foreign"
-        custody.count(counted_as)
+        state.sums.count_transfer(counted_as)
         if event.fleet_store:
             place = hash_id, event.worker, event.group, number, block, event.step, state.at
             custody.keep_foreign(ForeignLoad(*place, _reader(state, number, block), prints, counted_as))
         return None
-    custody.count("transfer_differed")
+    state.sums.count_transfer("transfer_differed")
     sources = [
         f"  stored in step {step} under {hash_text(hash_id)}: block {source}, "
         f"filled by request {writer or 'not known'}"

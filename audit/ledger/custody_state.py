@@ -53,12 +53,6 @@ class CustodyState:
         ``fleet_store``."""
         self.foreign_digits = 0
         """Digits of their fingerprints."""
-        self.counts: dict[str, int] = {}
-        """Blocks by what their transfers showed."""
-
-    def count(self, name: str, blocks: int = 1) -> None:
-        """Count blocks."""
-        self.counts[name] = self.counts.get(name, 0) + blocks
 
     def keep(self, key: tuple[int, int, int], stored: Stored) -> None:
         """Keep what is known of a block that was handed to the store."""

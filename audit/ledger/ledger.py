@@ -21,7 +21,7 @@ from .custody import CUSTODY, follow_waiting
 from .frozen import AccountStatement
 from .lives import LIVES, withdraw_hit
 from .loads import LOADS
-from .observation import ERRORS_KEPT, OBSERVATION, forget
+from .observation import OBSERVATION, forget
 from .posting import close_unseen, enter_subjects, make_unknown, see_demand
 from .recomputed import RECOMPUTED, compare_hashed
 from .state import LedgerState
@@ -62,7 +62,8 @@ class Ledger(LedgerState):
     """Accounts of one engine, kept from its events in order.
 
     ``keep_closed`` keeps the accounts of ended requests; without it, memory grows with the open ones only.
-    ``watch`` selects the requests, by id or by trace context, whose statement lines are kept.
+    ``watch`` selects the requests, by id or by trace context, whose statement lines are kept. ``counted``
+    selects the ended requests that are added to ``sums``.
     """
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
@@ -113,8 +114,8 @@ class Ledger(LedgerState):
         return started.wall_seconds + (self.at - started.at) / 1e6 if started else 0.0
 
     def totals(self) -> Totals:
-        """Sums over all accounts ever seen, open ones included."""
-        totals = self.ended.copy()
+        """Sums over the ended requests that count, and all open ones."""
+        totals = self.sums.ended.copy()
         for account in self.open.values():
             totals.add(account)
         return totals
@@ -147,41 +148,3 @@ class Ledger(LedgerState):
         self.steady.clear()
         self.entries = []
         forget(self, reason)
-
-    def forget_sums(self) -> None:
-        """Begin all sums anew; what is open stays."""
-        self.gaps = self.hook_failures = self.removed_events = 0
-        self.engine_errors, self.ended = {}, Totals()
-
-    def precede(self, earlier: Ledger) -> None:
-        """Add the sums of the same journal up to where this ledger forgot its own."""
-        self.gaps += earlier.gaps
-        self.hook_failures += earlier.hook_failures
-        self.removed_events += earlier.removed_events
-        errors = dict(earlier.engine_errors)
-        for error, times in self.engine_errors.items():
-            if error in errors or len(errors) < ERRORS_KEPT:
-                errors[error] = errors.get(error, 0) + times
-        self.engine_errors = errors
-        earlier.ended.merge(self.ended)
-        self.ended = earlier.ended
-
-    def absorb(self, other: Ledger) -> None:
-        """Add the sums of another ledger's ended requests. The engine that started first stays."""
-        if other.engine is not None:
-            read_to = max(self.read_to, other.read_to)
-            if self.engine is None or other.engine.wall_seconds < self.engine.wall_seconds:
-                self.engine = other.engine
-            self.at = self.engine.at + round((read_to - self.engine.wall_seconds) * 1e6)
-        self.stopped = other.stopped
-        self.gaps += other.gaps
-        self.removed_events += other.removed_events
-        self.hook_failures += other.hook_failures
-        for error, times in other.engine_errors.items():
-            if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:
-                self.engine_errors[error] = self.engine_errors.get(error, 0) + times
-        self.ended.merge(other.ended)
-        self.contents.absorb(other.contents)
-        for name, count in other.custody.counts.items():
-            self.custody.count(name, count)
-        self.sketches.absorb(other.sketches)

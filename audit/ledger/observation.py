@@ -18,13 +18,10 @@ from .steady import activate_all, catch_up
 NAME_LENGTH = 80
 """Characters kept of the names of an exception and of the method that it left."""
 
-ERRORS_KEPT = 16
-"""Kinds of exceptions that are counted."""
-
 
 def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
     if state.engine is None:
-        if state.number > 0 and not state.gaps:  # the journal's oldest segments were removed
+        if state.number > 0 and not state.sums.gaps:  # the journal's oldest segments were removed
             forget(state, causes.BEGAN_BEFORE)
         state.engine = event
         state.reported_admission = str(event.configuration.get("figures"))
@@ -42,23 +39,22 @@ def _engine_stopped(state: LedgerState, event: ev.EngineStopped) -> None:
 def _gap(state: LedgerState, event: ev.Gap) -> None:
     """Lose track until the next snapshot. Segments removed before the first event seen are no loss."""
     if state.engine is None and event.reason == ev.REMOVED:
-        state.removed_events += event.lost_events
+        state.sums.removed_events += event.lost_events
     else:
-        state.gaps += 1
+        state.sums.gaps += 1
     forget(state, f"events were lost ({event.reason})")
     enter(state, event)
 
 
 def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
-    state.hook_failures += 1
+    state.sums.hook_failures += 1
     forget(state, f"the hook {event.hook} failed")
     enter(state, event)
 
 
 def _engine_raised(state: LedgerState, event: ev.EngineRaised) -> None:
     error = error_name(event)
-    if error in state.engine_errors or len(state.engine_errors) < ERRORS_KEPT:
-        state.engine_errors[error] = state.engine_errors.get(error, 0) + 1
+    state.sums.count_error(error)
     if event.lost:
         forget(state, f"the engine raised {error}")
     enter(state, event)

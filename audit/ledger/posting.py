@@ -66,7 +66,8 @@ def close_account(state: LedgerState, request: int, account: Account) -> None:
     """Take an account out of the open ones and add it to the sums."""
     state.living.pop(request, None)
     state.transfers.closed(request)
-    state.ended.add(account)
+    if state.counted is None or state.counted(account):
+        state.sums.ended.add(account)
     if state.keep_closed:
         state.closed[account.request_id] = account
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .. import events as ev
 from .contents import allocation, record_of
-from .sketch_state import Computation, SketchState
+from .sketch_state import Computation
 from .state import LedgerState
 from .steady import open_accounts
 from .subjects import ContentRecomputed, Entry
@@ -79,7 +79,7 @@ def _sketched(state: LedgerState, event: ev.BlocksSketched) -> None:
         if record.hash_ids:
             now = Computation(event.step, block, allocated[0], record.writer, sketch)
             key = record.hash_ids[-1], event.worker, event.group
-            pairs += _compare(sketches, key, number, now)
+            pairs += _compare(state, key, number, now)
         else:
             sketches.wait((number, block), (event.worker, event.group, allocated[0], event.step, sketch))
             state.blocks.hash_awaited.add((number, block))
@@ -94,15 +94,14 @@ def compare_hashed(state: LedgerState) -> None:
         for worker, group, then, step, sketch in sketches.waiting.pop((number, block), ()):
             if then == allocated:
                 now = Computation(step, block, allocated, writer, sketch)
-                pairs += _compare(sketches, (hash_id, worker, group), number, now)
+                pairs += _compare(state, (hash_id, worker, group), number, now)
     state.blocks.hash_arrived.clear()
     _enter(state, pairs)
 
 
-def _compare(
-    sketches: SketchState, key: tuple[int, int, int], number: int, now: Computation
-) -> Iterator[_Pair]:
+def _compare(state: LedgerState, key: tuple[int, int, int], number: int, now: Computation) -> Iterator[_Pair]:
     """Keep a computation. Yield it with the one before if they are too far apart."""
+    sketches, sums = state.sketches, state.sums.recomputed
     kept = sketches.kept.get(key)
     sketches.keep(key, now)
     if kept is None:
@@ -111,11 +110,11 @@ def _compare(
     if (before.block, before.allocated) == (now.block, now.allocated):
         return
     apart = distances(before.sketch, now.sketch, sketches.projections)
-    sketches.compared += 1
+    sums.compared += 1
     if max(apart) <= THRESHOLD:
-        sketches.largest = max(sketches.largest, *apart)
+        sums.largest = max(sums.largest, *apart)
     else:
-        sketches.differed += 1
+        sums.differed += 1
         yield _Pair(before, now, number, *key[1:], apart)
 
 

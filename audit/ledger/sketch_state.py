@@ -21,7 +21,7 @@ class Computation(NamedTuple):
 
 
 class SketchState:
-    """The last computation of each block hash, and how much later ones differed. Plain data only."""
+    """The last computation of each block hash. Plain data only."""
 
     def __init__(self) -> None:
         self.key_name = ""
@@ -35,12 +35,6 @@ class SketchState:
         self.waiting: dict[tuple[int, int], list[tuple[int, int, int, int, str]]] = {}
         """By pool and block: computations of a block without a hash, one for each worker: worker, group,
         steps of allocation and computation, sketch."""
-        self.compared = 0
-        """Blocks that were compared with an earlier computation."""
-        self.differed = 0
-        """Those of them whose distance is above the threshold."""
-        self.largest = 0.0
-        """The largest distance of the others."""
 
     def keep(self, key: tuple[int, int, int], computed: Computation) -> None:
         """Keep a computation in place of the one before."""
@@ -68,9 +62,3 @@ class SketchState:
         if (name, projections) != (self.key_name, self.projections):
             self.key_name, self.projections = name, projections
             self.forget()
-
-    def absorb(self, other: SketchState) -> None:
-        """Add the counts of another engine."""
-        self.compared += other.compared
-        self.differed += other.differed
-        self.largest = max(self.largest, other.largest)

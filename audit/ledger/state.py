@@ -1,4 +1,4 @@
-"""The state of a ledger: open accounts, undelivered steps, open transfers, sums.
+"""The state of a ledger: open accounts, undelivered steps, open transfers. Its sums are in ``sums.py``.
 
 Plain data that the posting functions share and a checkpoint saves. The functions are in the other files
 of this folder.
@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 
 from .. import events as ev
-from ..figures.totals import Totals
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
 from .custody_state import CustodyState
 from .sketch_state import SketchState
 from .subjects import Entry
+from .sums import LedgerSums
 from .transfers import WorkerTransfers
 
 ScheduledRow = tuple[Account, int, int]
@@ -25,27 +25,28 @@ ScheduledRow = tuple[Account, int, int]
 Watch = Callable[[str], bool]
 """Whether the statement lines of a request id are kept."""
 
+Counted = Callable[[Account], bool]
+"""Whether an ended request is added to the sums."""
+
 
 class LedgerState:
     """What a ledger holds of one engine. Times are microseconds since the engine started."""
 
-    def __init__(self, *, keep_closed: bool = False, watch: Watch | None = None) -> None:
+    def __init__(
+        self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
+    ) -> None:
         self.keep_closed = keep_closed
         """Whether the accounts of ended requests are kept."""
         self.watch = watch
         """Selects the requests whose statement lines are kept; None selects no request."""
+        self.counted = counted
+        """Selects the ended requests that are added to the sums; None selects every request."""
+        self.sums = LedgerSums()
+        """What was added up. The caller may take it, and put other sums in its place."""
         self.engine: ev.EngineStarted | None = None
         """The engine's first start event."""
         self.stopped: str | None = None
         """Why observation ended; None while it goes on."""
-        self.gaps = 0
-        """How many times events were lost."""
-        self.removed_events = 0
-        """Events that rotation removed from the beginning of the journal; they are no loss."""
-        self.hook_failures = 0
-        """How many times a hook failed."""
-        self.engine_errors: dict[str, int] = {}
-        """How often each exception left a hooked method of the engine, by type and method."""
         self.number = -1
         """Number of the last event posted."""
         self.step = 0
@@ -59,8 +60,6 @@ class LedgerState:
         """Open accounts by request number. A steady account in it may lag behind (``steady.py``)."""
         self.closed: dict[str, Account] = {}
         """Accounts of ended requests by request id, if they are kept."""
-        self.ended = Totals()
-        """Sums over the accounts of ended requests; they only rise."""
         self.lost_track: str | None = None
         """Why running requests become unknown until the next snapshot; None if they are known."""
 

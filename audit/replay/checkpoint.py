@@ -42,7 +42,7 @@ class JournalState(msgspec.Struct):
 
     ``beginning`` has the first bytes of the segment at ``position``, which tell this journal from another
     with the same name. ``ended``: everything was read. ``damage``: how many damaged places were found.
-    ``engine_audit``: the :class:`~kvledger.audit.replay.engine_audit.EngineAudit`, serialized.
+    ``engine_audit``: the :class:`~kvledger.audit.replay.followed_audit.FollowedAudit`, serialized.
     """
 
     name: str

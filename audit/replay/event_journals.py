@@ -12,9 +12,10 @@ from ..journal.reader import Reader
 from ..ledger.cache_changes import CLEARED, REMOVED, STORED
 from ..ledger.kv_counts import KINDS, KVEventCounts
 from ..ledger.subjects import Entry
-from .engine_audit import EngineAudit, counted
+from .engine_audit import EngineAudit
 from .recorded_events import RecordedEvents
 from .recordings import Neighbours, incomparable, recordings_beside, same_port
+from .verdict import counted
 
 
 class EventJournal:

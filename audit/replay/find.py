@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from ..client_ids import rank
 from ..errors import LedgerError
-from ..journal.folder import find_journals
+from ..journal.catalogue import find_journals
 from ..journal.hosts import host_of
 from .parallel import is_remote
 

@@ -27,6 +27,8 @@ from ..text import shown_id, utc
 from .engine_audit import EngineAudit
 from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
+from .observed import ObserverKind
+from .observers import KeptAccounts, Reconciled, taken
 from .parallel import Run, here
 from .shared_transfers import compare_transfers
 from .split import Piece, Span, SpanAudit, joined, split_run
@@ -55,15 +57,15 @@ class ReplayedBatch(NamedTuple):
 def each_batch(audit: EngineAudit, start: Position | None = None) -> Iterator[ReplayedBatch]:
     """Replay the journal of ``audit`` to its end, one batch at a time, from ``start`` if the audit is there.
 
-    ``audit`` must have been made with ``keep=True`` or ``watch``; the accounts are handed over and not
-    kept, so memory is bounded by open requests. ``audit.last_at`` is the time of the batch's last event.
+    ``audit`` must have an observer that keeps accounts; they are taken from it, so memory is bounded by open
+    requests. ``audit.last_at`` is the time of the batch's last event.
     """
     with Reader(audit.path, start) as reader:
         for batch, findings in audit.batches(reader):
-            yield ReplayedBatch(batch.events, findings, audit.take_accounts())
+            yield ReplayedBatch(batch.events, findings, taken(audit))
         audit.note_end(reader)
     audit.finish()
-    yield ReplayedBatch([], [], audit.take_accounts())
+    yield ReplayedBatch([], [], taken(audit))
 
 
 def each_account(audit: EngineAudit, start: Position | None = None) -> Iterator[Account]:
@@ -100,7 +102,7 @@ class Audit:
         """All engines' figures, reconciled."""
         merged = Reconciliation()
         for engine in self.engines:
-            merged.merge(engine.sums.reconciliation)
+            merged.merge(engine.of(Reconciled).sums)
         return merged
 
     @property
@@ -120,35 +122,25 @@ class Audit:
 
 def audit_paths(
     paths: Iterable[Path],
+    observers: Sequence[ObserverKind] = (),
     *,
-    keep: bool = False,
     watch: Watch | None = None,
     window: Window = EVERYTHING,
-    with_metrics: bool = True,
-    with_costs: bool = False,
-    times_steps: bool | None = None,
     run: Run = here,
 ) -> Audit:
-    """Replay every journal at or under ``paths``. Raises LedgerError if there is none.
+    """Replay every journal at or under ``paths``, and reconcile them. Raises LedgerError if there is none.
 
-    ``run`` decides which processes replay the journals; with ``watch`` it must be :func:`here`. The other
-    arguments are those of :class:`EngineAudit`.
+    ``observers``: what is counted, too; classes of ``observers.py``. ``run`` decides which processes replay
+    the journals; with ``watch`` it must be :func:`here`. The other arguments are those of
+    :class:`EngineAudit`.
     """
-    replay = partial(
-        _replay,
-        keep=keep,
-        watch=watch,
-        window=window,
-        with_metrics=with_metrics,
-        with_costs=with_costs,
-        times_steps=times_steps,
-    )
+    observers = (Reconciled, *observers)
+    replay = partial(_replay, observers=observers, watch=watch, window=window)
     found = journals_at(paths)
-    if keep or watch or window.bounded or with_metrics:
+    if watch or window.bounded or KeptAccounts in observers:
         audits = list(run(replay, found))
     else:
-        piece = partial(_piece, with_costs=with_costs, times_steps=times_steps)
-        audits = list(split_run(run, found, piece, joined, replay))
+        audits = list(split_run(run, found, partial(_piece, observers=observers), joined, replay))
     compare_journals(audits)
     return Audit(audits)
 
@@ -163,22 +155,11 @@ def compare_journals(audits: Sequence[EngineAudit]) -> None:
 def _replay(
     path: Path,
     *,
-    keep: bool,
-    watch: Watch | None,
-    window: Window,
-    with_metrics: bool,
-    with_costs: bool,
-    times_steps: bool | None = None,
+    observers: Sequence[ObserverKind] = (),
+    watch: Watch | None = None,
+    window: Window = EVERYTHING,
 ) -> EngineAudit:
-    audit = EngineAudit(
-        path,
-        keep=keep,
-        watch=watch,
-        window=window,
-        with_metrics=with_metrics,
-        with_costs=with_costs,
-        times_steps=times_steps,
-    )
+    audit = EngineAudit(path, observers, watch=watch, window=window)
     with Reader(path, skip_to_window(audit)) as reader:
         audit.read(reader)
         audit.note_end(reader)
@@ -186,8 +167,8 @@ def _replay(
     return audit
 
 
-def _piece(span: Span, *, with_costs: bool, times_steps: bool | None = None) -> Piece:
-    audit = EngineAudit(span.path, with_metrics=False, with_costs=with_costs, times_steps=times_steps)
+def _piece(span: Span, *, observers: Sequence[ObserverKind] = ()) -> Piece:
+    audit = EngineAudit(span.path, observers)
     part = SpanAudit(audit, span)
     for _ in part.accounts():
         pass
@@ -251,8 +232,12 @@ def statements(
             seen.append(name)
         return rank(asked, name, name) >= 0 or rank(asked, name, suffixed=False) >= 0
 
-    audit = audit_paths(paths, watch=watched, window=window, run=run)
-    found = [RequestStatement(engine, account) for engine in audit.engines for account in engine.accounts]
+    audit = audit_paths(paths, (KeptAccounts,), watch=watched, window=window, run=run)
+    found = [
+        RequestStatement(engine, account)
+        for engine in audit.engines
+        for account in engine.of(KeptAccounts).sums
+    ]
     suffixed = any(engine.random_suffixes for engine in audit.engines if engine.engine)
     picked = pick_requests(asked, found, seen, ", ".join(map(str, paths)), suffixed=suffixed)
     return list({(each.engine, each.request_id): each for each in picked}.values())

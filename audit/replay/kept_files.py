@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import LedgerError
-from ..journal.folder import may_be_host
+from ..journal.catalogue import may_be_host
 from ..journal.hosts import HostJournal
 
 DRAFT = ".new"

@@ -66,8 +66,6 @@ MOST_VALUES = 64
 
 OTHER = "other"
 
-Open = Mapping[int, Account]
-
 
 class LookupCounts(Sums):
     """Lookups of one cache: how many, the tokens they queried, and the tokens that hit."""
@@ -83,7 +81,7 @@ class LookupCounts(Sums):
         self.hit += hit
 
 
-class ViolationCount(msgspec.Struct):
+class ViolationCount(Sums):
     """How often an invariant was violated, when last, and in which request ("" if in none)."""
 
     times: int = 0
@@ -91,13 +89,19 @@ class ViolationCount(msgspec.Struct):
     request_id: str = ""
     trace_id: str = ""
 
+    def merge(self, more: ViolationCount) -> None:
+        """Add later violations."""
+        times = self.times + more.times
+        self.times, self.last_seconds = times, more.last_seconds
+        self.request_id, self.trace_id = more.request_id, more.trace_id
+
 
 def _no_lookups() -> dict[str, LookupCounts]:
     return {"local": LookupCounts(), "external": LookupCounts()}
 
 
-class MetricsState(msgspec.Struct):
-    """What metrics need of one engine, from its first event on."""
+class MetricsState(Sums):
+    """What metrics need of one engine, from its first event on; :meth:`merge` says what is a sum."""
 
     clock_seconds: float = 0.0
     """Unix time of the engine's microsecond 0, by its latest EngineStarted."""
@@ -179,7 +183,7 @@ class MetricsState(msgspec.Struct):
 
     # --- while it runs --------------------------------------------------------------------------------
 
-    def started(self, event: ev.EngineStarted, _: Open) -> None:
+    def started(self, event: ev.EngineStarted) -> None:
         """Take the engine's clock; an EngineStarted begins every segment."""
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         self.exempts = event.configuration.get("prefix_caching") is not False
@@ -188,35 +192,32 @@ class MetricsState(msgspec.Struct):
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 
-    def began(self, event: ev.Snapshot, _: Open) -> None:
+    def began(self, event: ev.Snapshot) -> None:
         """Note, at the first snapshot, whether anything had run before."""
         if not self.begun:
             self.begun = True
             self.from_start = event.step == 0 and not event.rows
             self.shared.since = 0.0 if self.from_start else self.created_seconds
 
-    def arrive(self, event: ev.RequestAdded, _: Open) -> None:
+    def arrive(self, event: ev.RequestAdded) -> None:
         """Remember a request of a prefill engine, for the decode engine that gets its prompt."""
         if self.kv_role == PRODUCER:
             arrived = self.seconds(event.at)
             self.shared.prefill(event.request_id, event.prompt_tokens, arrived, suffixed=self.suffixed)
 
-    def looked_up(self, event: ev.LookupsCounted, _: Open) -> None:
+    def looked_up(self, event: ev.LookupsCounted) -> None:
         """Add the lookups that the engine counted; -1: it does not count them."""
         if event.local_requests >= 0:
             self.lookups["local"].add(event.local_requests, event.local_queries, event.local_hits)
         if event.external_requests >= 0:
             self.lookups["external"].add(event.external_requests, event.external_queries, event.external_hits)
 
-    def preempt(self, event: ev.Preempted, _: Open) -> None:
+    def preempt(self, event: ev.Preempted) -> None:
         """Count a preemption."""
         _add(self.preemptions, event.cause, 1)
 
-    def admit(self, event: ev.Admitted, open: Open) -> None:
+    def admit(self, event: ev.Admitted, account: Account) -> None:
         """Count the lookups of an admission, as the engine should count them."""
-        account = open.get(event.request)
-        if account is None:
-            return
         local, sequence = event.local_tokens, account.sequence_tokens
         lookups = {"local": (1, sequence, local)} if event.counted else {}
         if sequence != local and (event.counted or not self.exempts):
@@ -226,7 +227,7 @@ class MetricsState(msgspec.Struct):
             if event.resumed:
                 self.resumed[cache].add(*figures)
 
-    def report(self, event: ev.Reported, _: Open) -> None:
+    def report(self, event: ev.Reported) -> None:
         """Add the sources of a prompt, as the engine reported them."""
         for source, tokens in zip(
             PLANNED, (event.local_tokens, event.external_tokens, event.computed_tokens), strict=True
@@ -234,14 +235,14 @@ class MetricsState(msgspec.Struct):
             _add(self.reported, source, tokens)
         self.largest_prompt = max(self.largest_prompt, event.prompt_tokens)
 
-    def census(self, event: ev.Census, _: Open) -> None:
+    def census(self, event: ev.Census) -> None:
         """Add the time spent in hooks, and take the pool's counts. The pool's first block holds nothing."""
         self.pool_blocks, self.pool_free_blocks = max(0, event.blocks - 1), event.free_blocks
         if event.hook_us >= 0:
             self.hook_us += event.hook_us
             self.hook_steps += event.hook_steps
 
-    def gap(self, event: ev.Gap, _: Open) -> None:
+    def gap(self, event: ev.Gap) -> None:
         """Count a gap, but not the segments that rotation removed before the first event seen."""
         if event.reason == ev.REMOVED and not self.begun:
             return
@@ -252,7 +253,7 @@ class MetricsState(msgspec.Struct):
             self.gaps_of_known_size += 1
             self.lost_events += event.lost_events
 
-    def use_blocks(self, event: ev.Event, _: Open) -> None:
+    def use_blocks(self, event: ev.Event) -> None:
         """Follow the blocks: their states, how long content stays, and when it is hit again."""
         if self.blocks.feed(event) is None:
             return
@@ -266,10 +267,10 @@ class MetricsState(msgspec.Struct):
             if stay.released_at >= 0:
                 self.block_idle.observe((stay.left_at - stay.released_at) / 1e6)
 
-    def lose(self, event: ev.Gap, open: Open) -> None:
+    def lose(self, event: ev.Gap) -> None:
         """Count a gap; the states of blocks are not known after it."""
-        self.gap(event, open)
-        self.use_blocks(event, open)
+        self.gap(event)
+        self.use_blocks(event)
 
     def count_violation(self, id: str, at: int, account: Account | None) -> None:
         """Count one violation of an invariant, repeated or not."""
@@ -294,9 +295,6 @@ class MetricsState(msgspec.Struct):
         for label, rows in other.labels.items():
             for value, totals in rows.items():
                 self.of_label(label, value).merge(totals)
-        for id, count in other.violations.items():
-            times = self.violations[id].times if id in self.violations else 0
-            self.violations[id] = msgspec.structs.replace(count, times=times + count.times)
         self.blocks.seen |= other.blocks.seen
         self.blocks.use.merge(other.blocks.use)
         self.kv_events.merge(other.kv_events)
@@ -394,6 +392,7 @@ class MetricsState(msgspec.Struct):
 
 _ADDED = (
     "lookups",
+    "violations",
     "preemptions",
     "hook_us",
     "hook_steps",
@@ -415,11 +414,10 @@ _ADDED = (
 )
 """The fields of :class:`MetricsState` that are sums; the others say what the engine did last."""
 
-METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]] = {
+METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any], None]] = {
     ev.EngineStarted: MetricsState.started,
     ev.Snapshot: MetricsState.began,
     ev.RequestAdded: MetricsState.arrive,
-    ev.Admitted: MetricsState.admit,
     ev.Reported: MetricsState.report,
     ev.LookupsCounted: MetricsState.looked_up,
     ev.Preempted: MetricsState.preempt,
@@ -427,7 +425,7 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any, Open], None]
     ev.Census: MetricsState.census,
     **dict.fromkeys(BLOCK_EVENTS - {ev.Gap}, MetricsState.use_blocks),
 }
-"""The method called for each type of event, after the ledger has posted it, with the open accounts."""
+"""The method called for each type of event, after the ledger has posted it; for an admission, ``admit``."""
 
 
 def role_of(account: Account, kv_role: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .engine_audit import EngineAudit
+from .followed_audit import FollowedAudit
 from .shared_prompts import PRODUCER, WaitingPrompt
 
 BEFORE_SECONDS = 120.0
@@ -18,7 +18,7 @@ HORIZON_SECONDS = 15.0
 """How late a journal may be read, and how far the clocks of two hosts may differ."""
 
 
-def pair(audits: Sequence[EngineAudit], now: float) -> None:
+def pair(audits: Sequence[FollowedAudit], now: float) -> None:
     """Decide for the waiting requests of all engines, as far as it is certain at Unix time ``now``."""
     for audit in audits:
         shared = audit.metrics.shared
@@ -32,7 +32,9 @@ def pair(audits: Sequence[EngineAudit], now: float) -> None:
         shared.waiting, shared.unknown = kept, []
 
 
-def _decided(audit: EngineAudit, prompt: WaitingPrompt, producers: Sequence[EngineAudit], now: float) -> bool:
+def _decided(
+    audit: FollowedAudit, prompt: WaitingPrompt, producers: Sequence[FollowedAudit], now: float
+) -> bool:
     """Count a prompt under its role, if it can be decided; one that no prefill engine had is not shared."""
     if any(one.metrics.shared.take(prompt.key) for one in producers):
         audit.metrics.share("consumer", prompt.tokens)
@@ -46,21 +48,21 @@ def _decided(audit: EngineAudit, prompt: WaitingPrompt, producers: Sequence[Engi
     return True
 
 
-def _gone(producer: EngineAudit) -> bool:
-    return producer.auditor.ledger.stopped is not None or producer.lost_tails > 0
+def _gone(producer: FollowedAudit) -> bool:
+    return producer.auditor.ledger.stopped is not None or producer.journal.lost_tails > 0
 
 
-def _gone_before(producer: EngineAudit, seconds: float) -> bool:
+def _gone_before(producer: FollowedAudit, seconds: float) -> bool:
     return _gone(producer) and producer.auditor.ledger.read_to < seconds
 
 
-def _read_to(producer: EngineAudit) -> float:
+def _read_to(producer: FollowedAudit) -> float:
     """The Unix time up to which the requests of a prefill engine are known, by the clock of any host."""
     return math.inf if _gone(producer) else producer.auditor.ledger.read_to - HORIZON_SECONDS
 
 
-def _knows(producer: EngineAudit, arrived: float) -> bool:
+def _knows(producer: FollowedAudit, arrived: float) -> bool:
     """Whether all requests are known that a prefill engine got shortly before this Unix time."""
     since = producer.metrics.shared.since
-    lost = producer.auditor.ledger.hook_failures or producer.lost_tails
+    lost = producer.auditor.ledger.sums.hook_failures or producer.journal.lost_tails
     return not lost and (not since or since <= arrived - BEFORE_SECONDS)

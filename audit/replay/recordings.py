@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from pathlib import Path
 
 from ..errors import LedgerError
 from ..events import EngineStarted
-from ..journal.folder import ENGINE, KV_EVENTS
+from ..journal.catalogue import ENGINE, KV_EVENTS, Catalogue
 from ..journal.format import is_live
 from ..journal.listing import facts
 from ..journal.reader import Reader
@@ -28,11 +27,7 @@ Identity = tuple[object, object]
 
 def recordings_beside(path: Path) -> list[Path]:
     """The journals of KV events in the same folder as an engine's journal."""
-    if not path.is_dir():
-        return []
-    with contextlib.suppress(OSError):
-        return [path.parent / name for name in sorted(os.listdir(path.parent)) if name.startswith(KV_EVENTS)]
-    return []
+    return Catalogue.beside(path).named(KV_EVENTS)
 
 
 def identity_of(started: EngineStarted) -> Identity:
@@ -56,14 +51,10 @@ class Neighbours:
     def rival(self, engine: EngineStarted) -> str:
         """The journal of another engine at the same port while this one ran; "" if there is none."""
         until = _until(self._path)
-        names: list[str] = []
-        if self._path.is_dir():
-            with contextlib.suppress(OSError):
-                names = sorted(os.listdir(self._path.parent))
-        for name in names:
-            if not name.startswith(ENGINE) or name == self._path.name:
+        for path in Catalogue.beside(self._path).named(ENGINE):
+            name = path.name
+            if name == self._path.name:
                 continue
-            path = self._path.parent / name
             if name not in self._started:
                 self._started[name] = _first_event(path)
             other = self._started[name]

@@ -1,4 +1,4 @@
-"""Turn an :class:`EngineAudit` into plain data and back, for a checkpoint.
+"""Turn the session of an :class:`EngineAudit`, and its sums, into plain data and back, for a checkpoint.
 
 After :func:`capture` at any event, :func:`restore` gives an audit that continues exactly as the first would
 have. Pickle is not used: an engine's container may be able to write the file, so nothing in it may name
@@ -24,17 +24,15 @@ from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
 
 from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
-from ..checks.auditor import Auditor, KeptFinding
-from ..checks.registry import Violation
+from ..checks.auditor import Auditor
 from ..errors import LedgerError
 from ..events import EngineStarted, KVEventsReceived, RequestLabels
-from ..figures.totals import Totals
 from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
@@ -53,6 +51,7 @@ from ..ledger.positions import Losses, PositionRange, PositionRanges
 from ..ledger.sketch_state import SketchState
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
+from .followed_audit import FollowedAudit
 from .recorded_events import RecordedEvents
 from .worker_journals import Progress, WorkerJournals
 
@@ -61,6 +60,7 @@ SCHEMA = 3
 
 OBJECTS: tuple[type, ...] = (
     EngineAudit,
+    FollowedAudit,
     Auditor,
     Ledger,
     BlockLedger,
@@ -76,7 +76,6 @@ OBJECTS: tuple[type, ...] = (
     PositionRanges,
     PositionRange,
     Losses,
-    KeptFinding,
     RecordedEvents,
     KVComparison,
     RoutedCache,
@@ -85,9 +84,7 @@ OBJECTS: tuple[type, ...] = (
 """Classes written attribute by attribute, with their identity."""
 
 STRUCTS: tuple[type, ...] = (
-    Totals,
     EngineStarted,
-    Violation,
     Settlement,
     Line,
     RemovedRange,
@@ -107,22 +104,16 @@ STRUCTS: tuple[type, ...] = (
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
+_BY_CALLER = frozenset(
+    {"path", "window", "observers", "event", "on_event", "on_closed", "on_violation", "_handlers"}
+)
+"""What the caller decides of an audit, before it is restored."""
+
 REBUILT: dict[type, frozenset[str]] = {
-    EngineAudit: frozenset(
-        {
-            "path",
-            "accounts",
-            "on_closed",
-            "on_violation",
-            "engine_counters",
-            "read_seconds",
-            "checkpoint_seconds",
-            "_keep",
-            "_reconciles",
-        }
-    ),
+    EngineAudit: _BY_CALLER,
+    FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
-    Ledger: frozenset({"keep_closed", "watch", "entries"}),
+    Ledger: frozenset({"keep_closed", "watch", "counted", "entries"}),
     BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
@@ -144,18 +135,23 @@ _ITEMS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, deque: _DEQUE}
 _MAKERS: dict[int, Callable[[Any], Any]] = {code: kind for kind, code in _ITEMS.items()}
 
 
+Audit = TypeVar("Audit", bound=EngineAudit)
+
+
 class _Captured(msgspec.Struct, array_like=True):
     layout: str
     value: Any
+    observers: dict[str, msgspec.Raw]
 
 
 def capture(audit: EngineAudit) -> bytes:
-    """The state of ``audit``, which must keep no accounts (``keep``, ``watch``).
+    """The open state of ``audit`` and its sums. Accounts that it keeps must have been taken.
 
     Raises TypeError for a value of an unknown class, which is a defect of kvledger.
     """
-    assert not audit.accounts, "an audit that keeps accounts is unbounded and has no checkpoint"
-    return msgspec.msgpack.encode(_Captured(layout(), _Writer().value(audit)))
+    encode = msgspec.msgpack.encode
+    observers = {type(one).__name__: msgspec.Raw(encode(one.saved)) for one in audit.observers}
+    return encode(_Captured(layout(), _Writer().value(audit), observers))
 
 
 def plain(value: Any) -> Any:
@@ -163,16 +159,21 @@ def plain(value: Any) -> Any:
     return _Writer().value(value)
 
 
-def restore(data: bytes, path: Path) -> EngineAudit:
-    """The audit that :func:`capture` turned into ``data``, for the journal at ``path``.
+def restore(data: bytes, audit: Audit) -> Audit:
+    """Give a new ``audit`` the state that :func:`capture` turned into ``data``.
 
-    Raises :class:`OtherLayout` for data of another version, and :class:`LedgerError` for damaged data.
+    The caller has made it with the same observers, for the journal where it is now, and with the window that
+    counts from here on. Raises :class:`OtherLayout` for data of another version, and :class:`LedgerError` for
+    damaged data.
     """
     try:
         captured = msgspec.msgpack.decode(data, type=_Captured)
         if captured.layout == layout():
-            audit = EngineAudit(path)
             _Reader().fill(audit, captured.value)
+            for one in audit.observers:
+                saved = captured.observers[type(one).__name__]
+                one.saved = msgspec.msgpack.decode(saved, type=type(one.saved))
+            audit.sums = audit.sums  # the observers count on in what was read
             return audit
     except (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise LedgerError("The saved audit of an engine is damaged.") from None
@@ -199,6 +200,7 @@ def attributes(kind: type) -> tuple[str, ...]:
 
 _BLANK: dict[type, Callable[[], Any]] = {
     EngineAudit: lambda: EngineAudit(Path()),
+    FollowedAudit: lambda: FollowedAudit(Path()),
     Auditor: Auditor,
     Ledger: Ledger,
     BlockLedger: BlockLedger,

@@ -13,6 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from ..client_ids import part_of
+from ..figures.sums import Sums
 
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
@@ -34,7 +35,7 @@ class WaitingPrompt(msgspec.Struct, frozen=True, array_like=True):
     """Settled prompt tokens by source."""
 
 
-class SharedPrompts(msgspec.Struct):
+class SharedPrompts(Sums):
     """What one engine has of prompts that two engines may share."""
 
     prefilled: dict[int, list[float]] = {}

@@ -30,18 +30,18 @@ def compare_transfers(engines: Sequence[EngineAudit]) -> None:
 
 def _compare(engine: EngineAudit, together: Sequence[EngineAudit], whole: bool) -> None:
     """``whole``: no journal lacks events, so a version that was not seen was not stored."""
-    custody = engine.auditor.ledger.custody
+    custody, counts = engine.auditor.ledger.custody, engine.auditor.ledger.sums
     loads, custody.foreign, custody.foreign_digits = custody.foreign, [], 0
     judged: dict[tuple[object, ...], ContentTransfer] = {}
     at: dict[tuple[object, ...], int] = {}
     for load in (ForeignLoad(*each) for each in loads):
         versions, complete = _versions(load, together)
         if any(load.prints == version[0] for version, _ in versions):
-            custody.count(load.counted_as, -1)
-            custody.count("moved")
+            counts.count_transfer(load.counted_as, -1)
+            counts.count_transfer("moved")
         elif versions and complete and whole:
-            custody.count(load.counted_as, -1)
-            custody.count("transfer_differed")
+            counts.count_transfer(load.counted_as, -1)
+            counts.count_transfer("transfer_differed")
             found = _subject(load, versions)
             key: tuple[object, ...] = (found.how, found.layers, found.part, found.reader)
             known = judged.get(key)

@@ -2,7 +2,7 @@
 
 A journal is cut at segments, which begin with a snapshot of the running requests. Each process replays one
 *span*. A snapshot does not tell what these requests did before, so the process before replays on beyond the
-cut until they all have ended: there it *hands over*. The process behind the cut drops its sums at the same
+cut until they all have ended: there it *hands over*. The process behind the cut begins its sums at the same
 event. Both then compute a digest of everything that decides how the replay goes on: open accounts, steps in
 flight, transfers, blocks. Equal digests prove that the sums of the spans add up to those of one replay. If
 they differ, or requests run too long for a hand-over, the journal is read by one process after all.
@@ -14,8 +14,10 @@ different times take too long to become equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from hashlib import sha256
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,9 +30,11 @@ from ..ledger.account import Account
 from ..ledger.ledger import Ledger
 from ..old_events import AnyEvent
 from .engine_audit import EngineAudit
+from .observers import Steps, taken
 from .parallel import Processes, Result, Run, cores, size_bytes
 from .serialize import plain
 from .window_start import engine_of
+from .worker_journals import WorkerJournals
 
 Part = TypeVar("Part")
 
@@ -43,19 +47,16 @@ SETTLED_EVENTS = 2_000
 SUMS = frozenset(
     {
         "closed",
+        "counted",
         "delivered_steps",
-        "ended",
-        "engine_errors",
         "entries",
-        "gaps",
-        "hook_failures",
         "keep_closed",
-        "removed_events",
         "scheduled_steps",
+        "sums",
         "watch",
     }
 )
-"""Attributes of a ledger that do not decide how a replay goes on."""
+"""Attributes of a ledger that do not decide how a replay goes on; counts of steps begin anew."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ def spans(path: Path, parts: int, worth_bytes: int | None = None) -> list[Span]:
     if parts < 2 or whole[0].bytes < worth or not path.is_dir():
         return whole
     engine = engine_of(path)
-    if engine is None or engine.level != "tokens" or EngineAudit(path).workers_beside():
+    if engine is None or engine.level != "tokens" or WorkerJournals(path).beside():
         return whole
     cuts, before = [0], 0
     for number, file in sorted(segments(path).items()):
@@ -123,19 +124,19 @@ class SpanAudit:
             audit.feed(0, span.engine)
         with Reader(audit.path, start) as reader:
             for batch, _ in audit.batches(reader):
-                accounts = audit.take_accounts()
+                accounts = taken(audit)
                 yield batch.events, accounts, takes_over is None
                 if takes_over is not None and takes_over.reached(batch, audit.auditor.ledger):
                     self.begin, takes_over = digest(audit), None
                     damage = len(reader.damage)
-                    audit.forget_sums()
+                    audit.take_sums()
                 if gives_over is not None and gives_over.reached(batch, audit.auditor.ledger):
                     self.end = digest(audit)
                     audit.note_damage(reader, damage)
                     return
             audit.note_end(reader, damage)
         audit.finish()
-        yield [], audit.take_accounts(), True
+        yield [], taken(audit), True
 
 
 class HandOver:
@@ -165,11 +166,13 @@ class HandOver:
 
 def digest(audit: EngineAudit) -> bytes:
     """A checksum over everything that decides how a replay goes on. Steps are counted anew from here."""
-    ledger, times = audit.auditor.ledger, audit.step_times
+    ledger, steps = audit.auditor.ledger, audit.observer(Steps)
     _count_steps_anew(ledger)
-    times.count_steps_anew()
+    if steps is not None:
+        steps.times.count_steps_anew()
+    times = () if steps is None else steps.times.state()
     state = {name: value for name, value in sorted(vars(ledger).items()) if name not in SUMS}
-    found = plain((list(state), list(state.values()), sorted(audit.auditor.violating), times.state()))
+    found = plain((list(state), list(state.values()), sorted(audit.auditor.violating), times))
     return sha256(msgspec.msgpack.encode(found)).digest()
 
 
@@ -213,11 +216,10 @@ def split_run(
 
 
 def joined(pieces: Sequence[Piece]) -> EngineAudit | None:
-    """The audit of the whole journal from those of its spans; None if the hand-overs do not fit."""
+    """The state of the last span, with the sums of all; None if the hand-overs do not fit."""
     for before, after in pairwise(pieces):
         if not before.end or before.end != after.begin:
             return None
-    *earlier, last = [piece.audit for piece in pieces]
-    for audit in reversed(earlier):
-        last.precede(audit)
+    last = pieces[-1].audit
+    last.sums = reduce(add, [piece.audit.sums for piece in pieces])
     return last

@@ -1,45 +1,77 @@
-"""What the requests of an engine add up to, and what an audit of a window begins with."""
+"""What everything that has ended in an engine adds up to: ``earlier + later``, by one rule.
+
+The spans of a journal, the engines of one name, a window and a restarted reader all are the state of the last
+part with the sum of all parts. Nothing in these sums decides how the next event is audited.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
-from ..analysis.costs import CostTally
-from ..analysis.reconciliation import Reconciliation
+from ..checks.findings import Findings
 from ..figures.sums import Sums
-from ..figures.totals import Totals
+from ..ledger.sums import LedgerSums
 from .windows import LossesInWindow
 
 
-class EngineSums(Sums):
-    """Sums of requests that ended, of one engine or of several that ran one after the other."""
+class WindowDoubts(Sums):
+    """What went wrong at a time that a bounded window may include."""
 
-    totals: Totals = msgspec.field(default_factory=Totals)
-    """Figures of the requests that ended in a bounded window; the ledger has those of all requests."""
-    requests: dict[tuple[str, str], int] = {}
-    """The number of requests, by verdict and outcome."""
-    unknown: dict[str, int] = {}
-    """The number of requests whose account is unknown, by the reason."""
-    reconciliation: Reconciliation = msgspec.field(default_factory=Reconciliation)
-    """Settled, planned and engine-reported tokens, and why they differ."""
-    costs: CostTally = msgspec.field(default_factory=CostTally)
-    """Lost work and loads, if the audit counts them."""
+    losses: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
+    """How many times events were lost."""
+    failures: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
+    """How many times a hook failed."""
+    unobserved_from: float = math.inf
+    """Unix time from which the engine ran on without being observed, because a hook kept failing."""
+    errors: set[str] = set()
+    """Exceptions of the engine."""
+    requests: dict[str, bool] = {}
+    """For each request with a finding, whether it is in the window."""
+
+    def merge(self, more: WindowDoubts) -> None:
+        """Add what went wrong later."""
+        self.losses.merge(more.losses)
+        self.failures.merge(more.failures)
+        self.unobserved_from = min(self.unobserved_from, more.unobserved_from)
+        self.errors = self.errors | more.errors
+        self.requests = {**self.requests, **more.requests}
+
+
+class JournalSums(Sums):
+    """What was read of a journal, beside the sums of its ledger."""
+
     events: int = 0
     """How many events were read."""
+    requests: dict[tuple[str, str], int] = {}
+    """The number of ended requests, by verdict and outcome."""
+    unknown: dict[str, int] = {}
+    """The number of requests whose account is unknown, by the reason."""
+    notes: list[str] = []
+    """What a reader should know about how the journal ended and what was damaged in it."""
+    lost_tails: int = 0
+    """How many journals ended without ``EngineStopped`` although their engines are gone."""
+    whole_until: float = 0.0
+    """Unix time of the last event before a lost tail."""
+    gone_by: float = math.inf
+    """Unix time by which the engine of a lost tail was gone."""
+    window: WindowDoubts = msgspec.field(default_factory=WindowDoubts)
+    """What went wrong in a bounded window."""
+
+    def merge(self, more: JournalSums) -> None:
+        """Add what was read later."""
+        whole_until, gone_by = max(self.whole_until, more.whole_until), min(self.gone_by, more.gone_by)
+        super().merge(more)
+        self.whole_until, self.gone_by = whole_until, gone_by
 
 
-class WindowSums(msgspec.Struct):
-    """What an :class:`~.engine_audit.EngineAudit` of a window begins with, that goes on from a saved one.
+class EngineSums(Sums):
+    """All sums of one engine, or of several that ran one after the other."""
 
-    ``errors``: exceptions of the engine; ``unobserved_from``: Unix time from which it ran without being
-    observed; ``in_window``: for each request with a finding, whether it ended in the window.
-    """
-
-    sums: EngineSums = msgspec.field(default_factory=EngineSums)
-    losses: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
-    failures: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
-    errors: set[str] = set()
-    unobserved_from: float = math.inf
-    in_window: dict[str, bool] = {}
+    ledger: LedgerSums = msgspec.field(default_factory=LedgerSums)
+    findings: Findings = msgspec.field(default_factory=Findings)
+    journal: JournalSums = msgspec.field(default_factory=JournalSums)
+    observed: dict[str, Any] = {}
+    """The sums of each observer (``observer.py``), by the name of its class."""

@@ -33,11 +33,11 @@ def skip_to_window(audit: EngineAudit) -> Position | None:
     If it may begin later, the audit learns how the engine described itself at the beginning.
     """
     path, window = audit.path, audit.window
-    if window.since is None or audit.of_all_times or not path.is_dir():
+    if window.since is None or audit.auditor.ledger.watch is not None or not path.is_dir():
         return None
     try:
         engine = engine_of(path)
-        if engine is None or engine.level != "tokens" or audit.workers_beside():
+        if engine is None or engine.level != "tokens" or audit.workers.beside():
             return None
         number = _first_segment(path, engine.at + round((window.since - engine.wall_seconds) * 1e6))
     except (LedgerError, OSError):  # the replay says what is wrong

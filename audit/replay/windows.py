@@ -14,6 +14,7 @@ from datetime import datetime
 import msgspec
 
 from ..errors import LedgerError
+from ..figures.sums import Sums
 from ..ledger.account import Account
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -53,7 +54,7 @@ class Window(msgspec.Struct, frozen=True):
 EVERYTHING = Window()
 
 
-class LossesInWindow(msgspec.Struct):
+class LossesInWindow(Sums):
     """Counts the losses that may lie in a window.
 
     Lost events happened after the event before the loss and before the event after it. A request that ended
@@ -71,6 +72,11 @@ class LossesInWindow(msgspec.Struct):
         elif self.since >= 0:
             self.times += window.touches(self.since, at)
             self.since = -1.0
+
+    def merge(self, more: LossesInWindow) -> None:
+        """Add later losses."""
+        self.times += more.times
+        self.since = more.since
 
     def count(self, window: Window) -> int:
         """How many losses the window may include."""

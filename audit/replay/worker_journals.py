@@ -8,7 +8,6 @@ compared. If a worker writes its step later than that, the step is audited late.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ from ..events import (
     ScrubDiffered,
     WorkerStepped,
 )
-from ..journal.folder import WORKER
+from ..journal.catalogue import WORKER, Catalogue
 from ..journal.reader import Position, Reader
 
 AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
@@ -116,7 +115,7 @@ class WorkerJournals:
     def beside(self) -> bool:
         """Whether there are journals of any worker in the folder."""
         with contextlib.suppress(OSError):
-            return self._folder is not None and any(map(_is_workers, os.listdir(self._folder)))
+            return self._folder is not None and bool(Catalogue(self._folder).named(WORKER))
         return False
 
     def poll(self, transfer: object, engine_key: object = None) -> None:
@@ -126,10 +125,10 @@ class WorkerJournals:
         identity = _Identity(transfer, engine_key)
         new_steps: list[_Read] = []
         with contextlib.suppress(OSError):
-            for name in sorted(filter(_is_workers, os.listdir(self._folder))):
-                reader = self._reader(self._folder / name, identity)
+            for path in Catalogue(self._folder).named(WORKER):
+                reader = self._reader(path, identity)
                 if reader is not None:
-                    new_steps += self._read(reader, self.progress[name], identity)
+                    new_steps += self._read(reader, self.progress[path.name], identity)
         if new_steps:
             self._steps = deque(sorted([*self._steps, *new_steps], key=_step))
             self.next_step = self._steps[0].event.step
@@ -182,10 +181,6 @@ class WorkerJournals:
         """Close the files. A later :meth:`poll` does not read on in them."""
         for name in self._readers:
             self._stop_reading(name)
-
-
-def _is_workers(name: str) -> bool:
-    return name.startswith(WORKER)
 
 
 def _remember(path: Path, identity: _Identity) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..checks.auditor import Auditor
-from ..checks.registry import Violation
+from ..checks.registry import Violation, catalogue
 from ..errors import LedgerError
 from ..events import Snapshot
 from ..journal.format import segments
@@ -162,14 +162,15 @@ class _AuditedPart:
         self._wanted = wanted
         """Which finding is looked for."""
         if part.first is None:
-            audit = EngineAudit(part.journal, with_metrics=False)
+            audit = EngineAudit(part.journal)
             audit.on_closed.append(self._closed)
             self._auditor = audit.auditor
             """Audits the part: as the whole journal is, or the wanted check alone."""
             self._audited: Callable[[Reader], Iterator[tuple[Batch, list[Violation]]]] = audit.batches
             """The batches of a reader, each with its findings."""
         else:
-            self._auditor = Auditor(keep_closed=True, only=wanted.finding)
+            checked = [row for row in catalogue().values() if wanted.finding in (None, row.id)]
+            self._auditor = Auditor(keep_closed=True, invariants=checked)
             self._audited = self._lean
         self._segments: list[tuple[int, int]] = []
         """Each segment with the time of its first event."""

@@ -40,6 +40,7 @@ from ...audit.journal.hosts import journal_name
 from ...audit.ledger.frozen import AccountStatement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
+from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
 from ..trace.groups import group_key
 
@@ -129,7 +130,7 @@ def lines(journals: Sequence[Path], period: Period, by: str) -> list[dict[str, A
 
 def _add_journal(groups: Groups, held: Held, journal: Path, period: Period, by: str) -> None:
     """Add the requests of a journal to their groups, or to the held ones if their call may have others."""
-    audit = EngineAudit(journal, keep=True, window=Window(period.start, period.end), with_metrics=False)
+    audit = EngineAudit(journal, [KeptAccounts], window=Window(period.start, period.end))
     key = None
     for account in each_account(audit):
         if key is None:  # the engine is known with its first account

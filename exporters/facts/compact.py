@@ -11,11 +11,13 @@ from pathlib import Path
 import msgspec
 
 from ...audit.errors import LedgerError
+from ...audit.figures.sums import added
 from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.kept_files import FOLDER_MODE
+from ...audit.replay.observers import Steps, taken
 from ...audit.replay.windows import EVERYTHING
 from ..trace.time_series import MINUTE_TICKS, Series
 from .activity import activity_rows
@@ -26,6 +28,7 @@ from .hours import HOURLY
 from .kept import (
     COLUMNS,
     MOST_DAMAGE,
+    OBSERVERS,
     KeptFile,
     Session,
     columns_of,
@@ -259,7 +262,8 @@ class _Compaction:
         before = self._session
         audit = self._audit()
         start = None if before is None else before.position
-        audit.step_times.busy_by_minute = {}
+        steps = audit.of(Steps)
+        steps.times.by_minute = True
         sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}")
         tail_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.tail")
         sums_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.sums")
@@ -276,11 +280,11 @@ class _Compaction:
             with Reader(self._journal, start) as reader:
                 most = _AllButLast(reader)
                 for batch, findings in audit.batches(most):  # type: ignore[arg-type]
-                    collector.add(batch.events, audit.take_accounts())
+                    collector.add(batch.events, taken(audit))
                     collector.found(findings)
                     doubts.add(batch.events)
                 last, ended = most.last, reader.ended
-                rotated = before is None and audit.auditor.ledger.removed_events
+                rotated = before is None and audit.auditor.ledger.sums.removed_events
                 damage = [str(place) for place in reader.damage[bool(rotated) :]]
             if last is None or audit.began_seconds is None or audit.engine is None:
                 sink.abandon()
@@ -304,7 +308,7 @@ class _Compaction:
         self, session: Session, audit: EngineAudit, new: Sequence[KeptFile], sink: HourlyFiles
     ) -> None:
         """Add the sums by the hour of new files to the session."""
-        found = {one.request for one, _ in audit.auditor.placed_violations() if one.request}
+        found = {one.request for one in audit.auditor.violations if one.request}
         summed = summed_rows(self._folder, audit.name, new, session.files, found.difference(session.ended_us))
         for table, rows in summed.tables.items():
             sink.add(table, rows)
@@ -314,7 +318,7 @@ class _Compaction:
     def _audit(self) -> EngineAudit:
         if self._session is not None:
             return self._session.audit(self._journal, EVERYTHING)
-        return EngineAudit(self._journal, keep=True, with_metrics=False, times_steps=True, with_costs=True)
+        return EngineAudit(self._journal, OBSERVERS)
 
     def _at(
         self, audit: EngineAudit, collector: RowCollector, position: Position, sink: HourlyFiles
@@ -330,9 +334,9 @@ class _Compaction:
         sink.add("activity", list(activity_rows(audit.name, collector.journal, over)))
         activity.series = rest
         busy = dict(before.busy_us) if before is not None else {}
-        for minute, us in (audit.step_times.busy_by_minute or {}).items():
-            busy[minute] = busy.get(minute, 0) + us
-        audit.step_times.busy_by_minute = None
+        steps = audit.of(Steps)
+        added(busy, steps.sums.busy_by_minute)
+        steps.sums.busy_by_minute = {}
         files = without_oldest_operations([*(before.files if before is not None else ()), *sink.close()])
         return Session(
             journal=self._journal.name,
@@ -365,18 +369,16 @@ class _Compaction:
         sink: HourlyFiles,
     ) -> None:
         """Add what the last batch and the open requests add, if the journal has ended."""
-        audit.resume(EVERYTHING)
-        audit.step_times.busy_by_minute = {}
         collector.sink = sink.add
         with Reader(self._journal, session.position) as reader:
             for batch, findings in audit.batches(reader):
-                collector.add(batch.events, audit.take_accounts())
+                collector.add(batch.events, taken(audit))
                 collector.found(findings)
                 doubts.add(batch.events)
             audit.note_damage(reader)
         session.state = msgspec.Raw(serialize.capture(audit))
         audit.finish()
-        collector.add([], audit.take_accounts())
+        collector.add([], taken(audit))
         activity = collector.activity
         assert activity is not None
         sink.add("activity", list(activity_rows(audit.name, collector.journal, activity.series)))
@@ -386,7 +388,7 @@ class _Compaction:
         session.tail = sink.close()
         session.ended = True
         session.facts = msgspec.Raw(msgspec.msgpack.encode(engine_facts(audit)))
-        session.tail_busy_us = audit.step_times.busy_by_minute or {}
+        session.tail_busy_us = audit.of(Steps).sums.busy_by_minute
         session.verdict = audit.verdict
         session.until_seconds = audit.auditor.ledger.read_to
         session.open_until_seconds = audit.open_until

@@ -16,7 +16,8 @@ from ...audit import events as ev
 from ...audit.checks.registry import Violation, is_once
 from ...audit.ledger.account import Account
 from ...audit.ledger.observation import error_name
-from ...audit.replay.engine_audit import EngineAudit, of_engine
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.verdict import of_engine
 from ...audit.replay.windows import LossesInWindow, Window
 
 
@@ -91,7 +92,7 @@ class DoubtsFollower:
         self.doubts = doubts
         self._audit = audit
         """The audit that reads the journal."""
-        self._errors = dict(audit.auditor.ledger.engine_errors)
+        self._errors = dict(audit.auditor.ledger.sums.engine_errors)
         """The exceptions before this batch, by name."""
         self._last = audit.last_at
         """Time of the event before."""
@@ -104,7 +105,7 @@ class DoubtsFollower:
         for event in events:
             before, at = began + self._last / 1e6, began + event.at / 1e6
             removed = isinstance(event, ev.Gap) and event.reason == ev.REMOVED
-            no_loss = removed and self._audit.auditor.ledger.gaps == 0
+            no_loss = removed and self._audit.auditor.ledger.sums.gaps == 0
             self.doubts.losses.place(isinstance(event, ev.Gap) and not no_loss, before, at)
             self.doubts.failures.place(isinstance(event, ev.HookFailed), before, at)
             if isinstance(event, ev.HookFailed) and event.removed:
@@ -117,7 +118,7 @@ class DoubtsFollower:
 
     def _add_errors(self, events: Sequence[ev.Event], began: float) -> None:
         """Add exceptions of the engine, and those of its workers, which were read before this batch."""
-        known = self._audit.auditor.ledger.engine_errors
+        known = self._audit.auditor.ledger.sums.engine_errors
         raised = Counter[str]()
         for event in events:
             if isinstance(event, ev.EngineRaised) and error_name(event) in known:

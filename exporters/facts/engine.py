@@ -8,6 +8,7 @@ from ...audit.analysis.step_model import StepModel
 from ...audit.events import EngineStarted
 from ...audit.journal.hosts import journal_name
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.observers import Steps
 from .rows import block_size
 
 
@@ -39,6 +40,6 @@ def engine_facts(audit: EngineAudit) -> EngineFacts:
         engine=audit.engine,
         connector=audit.connector,
         block_tokens=block_size(audit),
-        busy_us=audit.step_times.busy_us,
-        model=audit.step_model(),
+        busy_us=audit.of(Steps).sums.busy_us,
+        model=audit.of(Steps).model,
     )

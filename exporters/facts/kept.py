@@ -35,6 +35,7 @@ from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.kept_files import FOLDER, left_behind, replaced
+from ...audit.replay.observers import KeptAccounts, Lost, Reconciled, Steps
 from ...audit.replay.windows import Window
 from ..trace.time_series import Series
 from .activity import CountsState
@@ -44,6 +45,9 @@ from .doubts import Doubts
 from .engine import EngineFacts
 from .hours import HOURLY
 from .schema import TABLES, Column
+
+OBSERVERS = (KeptAccounts, Reconciled, Lost, Steps)
+"""What counts in the audit that a session holds."""
 
 SCHEMA = 2
 MOST_DAMAGE = 100
@@ -158,11 +162,9 @@ class Session(msgspec.Struct, kw_only=True):
         return msgspec.msgpack.decode(self.block_state, type=BlockState)
 
     def audit(self, path: Path, window: Window) -> EngineAudit:
-        """The audit at ``position``, which keeps its accounts and counts requests of the ``window`` only."""
-        audit = serialize.restore(self.state, journal_of(path))
-        audit.describe(audit.engine or self.engine)  # its name says where the journal is now
-        audit.resume(window)
-        audit.step_times.busy_us = self.busy_within(window) + _within(self.tail_busy_us, window)
+        """The audit at ``position``, which counts requests of the ``window`` only from there on."""
+        audit = serialize.restore(self.state, EngineAudit(journal_of(path), OBSERVERS, window=window))
+        audit.of(Steps).sums.busy_us = self.busy_within(window) + _within(self.tail_busy_us, window)
         return audit
 
     def busy_within(self, window: Window) -> int:

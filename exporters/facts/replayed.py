@@ -21,6 +21,7 @@ from ...audit.journal.reader import Position
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_batch
+from ...audit.replay.observers import KeptAccounts, Steps, taken
 from ...audit.replay.split import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
@@ -28,6 +29,7 @@ from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState
 from .engine import EngineFacts, engine_facts
 from .kept import (
+    OBSERVERS,
     OLDER,
     KeptFile,
     Session,
@@ -163,7 +165,7 @@ class RowCollector:
 
     def end(self) -> None:
         """Add the rows of the activity, and leave the audit."""
-        self._audit.on_closed.clear()
+        self._audit.on_closed.remove(self._closed)
         if self.blocks is not None:
             self.blocks.end()
         if self.activity is not None:
@@ -231,7 +233,7 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
             found.audit.notes.append(_GONE if session.ended else f"{_GONE} {_LACKS}")
         begin_window(found.audit, session, window, kept)
         found.audit.finish()
-        found.audit.take_accounts()
+        taken(found.audit)
     return found
 
 
@@ -291,12 +293,6 @@ def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
 
 
 def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:
-    return EngineAudit(
-        path,
-        keep=True,
-        window=window,
-        with_metrics=False,
-        times_steps=True,
-        with_costs=wanted.audit,
-        accounts_only=not (wanted.checks or wanted.audit),
-    )
+    if wanted.audit:
+        return EngineAudit(path, OBSERVERS, window=window)
+    return EngineAudit(path, (KeptAccounts, Steps), window=window, invariants=None if wanted.checks else ())

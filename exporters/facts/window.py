@@ -9,7 +9,8 @@ from ...audit.analysis.reconciliation import Differences, Figures, Reconciliatio
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.sums import EngineSums, WindowSums
+from ...audit.replay.observers import Lost, Reconciled
+from ...audit.replay.sums import WindowDoubts
 from ...audit.replay.windows import Window
 from .hours import HOUR_DIFFERENCES, HOURS
 from .kept import OPEN_HOUR, Session, hour_time
@@ -27,42 +28,36 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
 
     The audit has all sums of a window without bounds.
     """
-    audit.notes += session.damage
+    audit.notes.extend(session.damage)
     if session.rows_from_in(window) is not None:
         audit.notes.append(ONLY_SUMS.format(journal=session.journal, time=hour_time(session.rows_from)))
     if not window.bounded:
         return
-    doubts, auditor = session.doubts, audit.auditor
-    findings = [violation for violation, _ in auditor.placed_violations()]
-    auditor.place_findings(doubts.placed(findings, window, audit.began_seconds or 0.0))
+    doubts, sums = session.doubts, audit.sums
+    findings = audit.auditor.violations
+    placed = doubts.placed(findings, window, audit.began_seconds or 0.0)
+    for kept_finding, (_, inside) in zip(sums.findings.kept.values(), placed, strict=True):
+        kept_finding.in_window = inside
     connection = connect()
     try:
         mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
         found = Facts(connection)
         everything = by_group(found, ())[()]
-        totals = everything.totals
-        audit.begin_with(
-            WindowSums(
-                sums=EngineSums(
-                    totals=totals,
-                    requests=_requests(found),
-                    unknown=_unknown(found),
-                    reconciliation=_reconciliation(found, totals),
-                    costs=everything.tallies.get(kept.journal, CostTally()),
-                    events=audit.sums.events,
-                ),
-                losses=doubts.losses.within(window),
-                failures=doubts.failures.within(window),
-                errors=doubts.errors_within(window),
-                unobserved_from=doubts.unobserved_from,
-                in_window=_in_window(
-                    found, session, window, [one.request for one in findings if one.request]
-                ),
-            )
+        totals = sums.ledger.ended = everything.totals
+        sums.journal.requests, sums.journal.unknown = _requests(found), _unknown(found)
+        sums.journal.window = WindowDoubts(
+            losses=doubts.losses.within(window),
+            failures=doubts.failures.within(window),
+            unobserved_from=doubts.unobserved_from,
+            errors=doubts.errors_within(window),
+            requests=_in_window(found, session, window, [one.request for one in findings if one.request]),
         )
+        sums.observed[Reconciled.__name__] = _reconciliation(found, totals)
+        sums.observed[Lost.__name__] = everything.tallies.get(kept.journal, CostTally())
+        audit.sums = sums
     finally:
         connection.close()
-    for id in auditor.not_kept:
+    for id in sums.findings.not_kept:
         audit.notes.append(f"more requests violate {id} than findings are kept: some may be missing here")
 
 

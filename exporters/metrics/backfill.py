@@ -20,9 +20,9 @@ from prometheus_client.utils import floatToGoString
 
 from ...audit.errors import LedgerError
 from ...audit.events import Event
-from ...audit.journal.folder import find_journals
+from ...audit.journal.catalogue import find_journals
 from ...audit.journal.reader import Reader
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair
 from ..files import whole
 from .labels import free_label
@@ -83,7 +83,7 @@ class _Journal:
     """One journal, its audit, and whether all its events have been read."""
 
     def __init__(self, path: Path) -> None:
-        self.engine_audit = EngineAudit(path)
+        self.engine_audit = FollowedAudit(path)
         """The audit of the events that were merged so far."""
         self.reader = Reader(path)
         """Reads the journal."""
@@ -100,10 +100,10 @@ class _Journal:
         self.running = False
 
 
-def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list[EngineAudit]]]:
+def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list[FollowedAudit]]]:
     """Each time of a sample, with the audits of the events before it. Raises :class:`LedgerError`."""
     journals = [_Journal(path) for path in find_journals(paths)]
-    begun: list[EngineAudit] = []
+    begun: list[FollowedAudit] = []
     due = 0.0
     for at, place, number, event in heapq.merge(*(one.events(n) for n, one in enumerate(journals))):
         if due and at > due + MOST_TICKS * interval:
@@ -117,7 +117,7 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
             due += interval
         engine_audit = journals[place].engine_audit
         engine_audit.feed(number, event)
-        engine_audit.sums.events += 1
+        engine_audit.journal.events += 1
         if not engine_audit.series and engine_audit.engine is not None:
             running = [one.engine_audit.series for one in journals if one.running]
             engine_audit.series = free_label(engine_audit, {label for label in running if label})

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ...audit.journal.hosts import place_suffix
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 
 
-def engine_label(engine_audit: EngineAudit) -> str:
+def engine_label(engine_audit: FollowedAudit) -> str:
     """The label that the follower gave this engine, or else the one that the engine asks for."""
     return engine_audit.series or free_label(engine_audit, ())
 
 
-def free_label(engine_audit: EngineAudit, taken: Collection[str]) -> str:
+def free_label(engine_audit: FollowedAudit, taken: Collection[str]) -> str:
     """``model / engine N``, ``on NAME`` if ``KVLEDGER_NAME`` was set, and ``in HOST`` in a host's folder.
 
     N is the engine's data-parallel rank, or the lowest number whose label is not ``taken``: servers of one

@@ -30,7 +30,7 @@ from ... import __version__
 from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
 from ...audit.replay.distribution import Distribution
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from .spans import Ids, RequestSpans
 from .table import Metric, collect
 from .values import Sample
@@ -109,14 +109,14 @@ class Telemetry:
 
     def __init__(
         self,
-        audits: Callable[[], Sequence[EngineAudit]],
+        audits: Callable[[], Sequence[FollowedAudit]],
         lock: AbstractContextManager[object],
         environ: Environ = os.environ,
     ) -> None:
         signals = wanted(environ)
         self._audits = audits
         self._lock = lock
-        self._watched: WeakSet[EngineAudit] = WeakSet()
+        self._watched: WeakSet[FollowedAudit] = WeakSet()
         """The audits whose requests become spans when they end."""
         self._resource = resource()
         """Says who sends: service ``kvledger``, unless the variables name another."""
@@ -146,13 +146,13 @@ class Telemetry:
         for thread in self._threads:
             thread.start()
 
-    def watch(self, engine_audit: EngineAudit) -> None:
+    def watch(self, engine_audit: FollowedAudit) -> None:
         """Emit spans for every request of this audit that ends from now on. The caller holds the lock."""
         if self._spans is not None and engine_audit not in self._watched:
             self._watched.add(engine_audit)
             engine_audit.on_closed.append(partial(self._emit, self._spans, engine_audit))
 
-    def _emit(self, spans: RequestSpans, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
+    def _emit(self, spans: RequestSpans, engine_audit: FollowedAudit, account: Account, verdict: str) -> None:
         try:
             spans.emit(engine_audit, account, verdict)
         except Exception as error:  # the reading thread must not fail
@@ -195,7 +195,7 @@ class Telemetry:
 
 
 def attach_telemetry(
-    audits: Callable[[], Sequence[EngineAudit]],
+    audits: Callable[[], Sequence[FollowedAudit]],
     lock: AbstractContextManager[object],
     environ: Environ = os.environ,
 ) -> Telemetry | None:
@@ -210,7 +210,7 @@ def attach_telemetry(
 # --- metrics as data ----------------------------------------------------------------------------------
 
 
-def metrics_data(audits: Sequence[EngineAudit], resource: Resource) -> otel.MetricsData:
+def metrics_data(audits: Sequence[FollowedAudit], resource: Resource) -> otel.MetricsData:
     """The metric table with its present values, as OTLP data."""
     now = time.time_ns()
     metrics = [_metric(metric, samples, now) for metric, samples in collect(audits) if samples]

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
 from ...audit.replay.distribution import Distribution, Exemplar
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from .table import METRICS, SUFFIXES, Metric, collect
 from .values import Sample
 
@@ -28,7 +28,7 @@ class AuditCollector(Collector):
 
     def __init__(
         self,
-        audits: Callable[[], list[EngineAudit]],
+        audits: Callable[[], list[FollowedAudit]],
         lock: AbstractContextManager[object],
         *,
         created: bool = False,

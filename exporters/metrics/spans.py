@@ -24,7 +24,7 @@ from ... import __version__
 from ...audit.causes import PREEMPTIONS
 from ...audit.ledger.account import Account
 from ...audit.ledger.life import Life
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import TRACEPARENT
 
 OLDEST_SECONDS = 600.0
@@ -73,14 +73,14 @@ class RequestSpans:
         self._one_at_a_time = threading.Lock()
         """Held while one request is emitted, because ``ids`` hold the ids of one span."""
 
-    def emit(self, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
+    def emit(self, engine_audit: FollowedAudit, account: Account, verdict: str) -> None:
         """Emit the spans of a request of ``engine_audit`` that has just ended."""
         if engine_audit.metrics.seconds(account.closed_at) < self._clock() - OLDEST_SECONDS:
             return
         with self._one_at_a_time:
             self._emit(engine_audit, account, verdict)
 
-    def _emit(self, engine_audit: EngineAudit, account: Account, verdict: str) -> None:
+    def _emit(self, engine_audit: FollowedAudit, account: Account, verdict: str) -> None:
         name = (
             engine_audit.name,
             engine_audit.path.name,
@@ -125,11 +125,11 @@ def _parent_context(account: Account) -> Context:
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), empty)
 
 
-def _nanoseconds(engine_audit: EngineAudit, at: int) -> int:
+def _nanoseconds(engine_audit: FollowedAudit, at: int) -> int:
     return round(engine_audit.metrics.clock_seconds * 1e6 + at) * 1_000
 
 
-def request_attributes(engine_audit: EngineAudit, account: Account, verdict: str) -> Attributes:
+def request_attributes(engine_audit: FollowedAudit, account: Account, verdict: str) -> Attributes:
     """Attributes of a request span; an unknown request has its identity and the reason, and no figures."""
     configuration = engine_audit.engine.configuration if engine_audit.engine else {}
     attributes: Attributes = {

@@ -15,7 +15,7 @@ from ...audit.figures.declared import FIGURES, OTHER
 from ...audit.figures.figure import Counter, Figure
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import (
     REWORK,
     ROLES,
@@ -450,7 +450,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Events read from the engine's journal.",
                 ENGINE,
-                read.value(lambda engine_audit: engine_audit.sums.events),
+                read.value(lambda engine_audit: engine_audit.journal.events),
             ),
             Metric(
                 "kvledger_last_event_timestamp_seconds",
@@ -483,7 +483,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Events that rotation removed before anybody read the journal. No other figure has them.",
                 ENGINE,
-                read.value(lambda engine_audit: engine_audit.auditor.ledger.removed_events),
+                read.value(lambda engine_audit: engine_audit.auditor.ledger.sums.removed_events),
             ),
             Metric(
                 "kvledger_hook_failures",
@@ -491,7 +491,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Number of exceptions that observers raised in the engine.",
                 ENGINE,
-                read.value(lambda engine_audit: engine_audit.auditor.ledger.hook_failures),
+                read.value(lambda engine_audit: engine_audit.auditor.ledger.sums.hook_failures),
             ),
             Metric(
                 "kvledger_hook_sampled_seconds",
@@ -515,7 +515,7 @@ GROUPS: tuple[Group, ...] = (
                 "counter",
                 "Number of times that a check itself failed, which is a defect of kvledger.",
                 ENGINE,
-                read.value(lambda engine_audit: sum(engine_audit.auditor.check_failures.values())),
+                read.value(lambda engine_audit: sum(engine_audit.auditor.findings.check_failures.values())),
             ),
             Metric(
                 "kvledger_checkpoint_timestamp_seconds",
@@ -931,7 +931,7 @@ GROUPS: tuple[Group, ...] = (
 METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in group.metrics)
 
 
-def collect(audits: Sequence[EngineAudit]) -> list[tuple[Metric, list[Sample]]]:
+def collect(audits: Sequence[FollowedAudit]) -> list[tuple[Metric, list[Sample]]]:
     """Every metric with its present samples; journals of one engine name share one sample.
 
     Counters and histograms of such journals are summed and count since the earlier start. Gauges are those

@@ -28,7 +28,7 @@ from ...audit.figures.totals import Totals
 from ...audit.journal.format import is_live
 from ...audit.ledger.kv_counts import KVEventCounts
 from ...audit.replay.distribution import Distribution, Exemplar
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import ROLES, VERDICTS, LookupCounts, ViolationCount
 from .labels import engine_label
 
@@ -55,20 +55,20 @@ class Sample(NamedTuple):
     exemplar: Exemplar | None = None
 
 
-MetricReader = Callable[[Sequence[EngineAudit]], Iterable[Sample]]
+MetricReader = Callable[[Sequence[FollowedAudit]], Iterable[Sample]]
 Values = Iterable[tuple[tuple[str, ...], "float | Distribution"]]
 
 
 # --- shapes -------------------------------------------------------------------------------------------
 
 
-def engines(of: Callable[[EngineAudit], Values]) -> MetricReader:
+def engines(of: Callable[[FollowedAudit], Values]) -> MetricReader:
     """Make a reader that reads one engine at a time and puts the engine's label before the labels.
 
     A journal whose engine has not emitted its name has no series: the name would change later.
     """
 
-    def read(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+    def read(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
         for engine_audit in audits:
             if engine_audit.engine is not None:
                 for labels, value in of(engine_audit):
@@ -79,12 +79,12 @@ def engines(of: Callable[[EngineAudit], Values]) -> MetricReader:
     return read
 
 
-def value(of: Callable[[EngineAudit], float | Distribution]) -> MetricReader:
+def value(of: Callable[[FollowedAudit], float | Distribution]) -> MetricReader:
     """One value per engine."""
     return engines(lambda engine_audit: [((), of(engine_audit))])
 
 
-def values(words: tuple[str, ...], of: Callable[[EngineAudit], Mapping[str, int]]) -> MetricReader:
+def values(words: tuple[str, ...], of: Callable[[FollowedAudit], Mapping[str, int]]) -> MetricReader:
     """One value per word, each of ``words`` from the start."""
     return engines(
         lambda engine_audit: [((word,), n) for word, n in bounded(words, of(engine_audit)).items()]
@@ -103,14 +103,14 @@ def bounded(words: tuple[str, ...], counts: Mapping[str, int]) -> dict[str, int]
 # --- tokens -------------------------------------------------------------------------------------------
 
 
-def pool_usage(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def pool_usage(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """The share of blocks that requests held at the last census."""
     state = engine_audit.metrics
     if state.pool_blocks:
         yield (), 1 - state.pool_free_blocks / state.pool_blocks
 
 
-def disaggregated(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def disaggregated(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Prompt tokens of prompts that two engines share, by the role in this engine and the source."""
     for role in ROLES:
         tokens = engine_audit.metrics.disaggregated.get(role, {})
@@ -118,7 +118,7 @@ def disaggregated(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], 
             yield (role, source), tokens.get(source, 0)
 
 
-def labelled_prompt_tokens(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def labelled_prompt_tokens(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Prompt tokens of requests with a label, by where their KV first came from."""
     for label, rows in engine_audit.metrics.labels.items():
         for value, totals in rows.items():
@@ -147,13 +147,13 @@ def lookups(of: Callable[[LookupCounts], int]) -> MetricReader:
 # --- seconds ------------------------------------------------------------------------------------------
 
 
-def lost_seconds(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def lost_seconds(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Engine time of lost work by kind."""
     for kind in LOST:
         yield (kind,), engine_audit.cost_counters.lost_us.get(kind, 0) / 1e6
 
 
-def model_error(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def model_error(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Median relative error of the model of step time, if a model was fitted."""
     error = engine_audit.cost_counters.model.relative_error
     if error is not None:
@@ -163,11 +163,11 @@ def model_error(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], fl
 # --- requests -----------------------------------------------------------------------------------------
 
 
-def requests(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def requests(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Ended requests by verdict and outcome."""
     for verdict in VERDICTS:
         of_verdict: dict[str, int] = {}
-        for (request_verdict, outcome), count in engine_audit.sums.requests.items():
+        for (request_verdict, outcome), count in engine_audit.journal.requests.items():
             if request_verdict == verdict:
                 word = outcome.removesuffix("_capped")  # vLLM v1 says length_capped, v0 length
                 of_verdict[word] = of_verdict.get(word, 0) + count
@@ -175,7 +175,7 @@ def requests(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float
             yield (verdict, outcome), count
 
 
-def violations(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+def violations(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
     """Violations of every invariant, with the last violating request as exemplar."""
     for engine_audit in audits:
         if engine_audit.engine is None:
@@ -189,7 +189,7 @@ def violations(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
             yield Sample(labels, count.times, engine_audit.metrics.created_seconds, exemplar)
 
 
-def last_violations(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def last_violations(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """When each invariant was last violated; nothing for one that never was."""
     for id, row in catalogue().items():
         count = engine_audit.metrics.violations.get(id)
@@ -233,12 +233,12 @@ def routing_causes(of: str) -> MetricReader:
 # --- coverage -----------------------------------------------------------------------------------------
 
 
-def current(audits: Sequence[EngineAudit]) -> Sequence[EngineAudit]:
+def current(audits: Sequence[FollowedAudit]) -> Sequence[FollowedAudit]:
     """Without the engines that were replaced: another of their label began after their last event.
 
     Engines of one label that run side by side are all current, also if one of them has failed since.
     """
-    latest: dict[str, EngineAudit] = {}
+    latest: dict[str, FollowedAudit] = {}
     for engine_audit in audits:
         label = engine_label(engine_audit)
         before = latest.get(label)
@@ -254,7 +254,7 @@ def current(audits: Sequence[EngineAudit]) -> Sequence[EngineAudit]:
     return EngineAudits(kept, audits.health) if isinstance(audits, EngineAudits) else kept
 
 
-def state(engine_audit: EngineAudit) -> str:
+def state(engine_audit: FollowedAudit) -> str:
     """The engine's state of observation, one of :data:`STATES`."""
     reason = engine_audit.auditor.ledger.stopped
     if reason is not None:
@@ -265,20 +265,20 @@ def state(engine_audit: EngineAudit) -> str:
         return "dead"
 
 
-def states(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def states(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """1 for the present state, 0 for the others."""
     now = state(engine_audit)
     for word in STATES:
         yield (word,), float(word == now)
 
 
-def lag(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def lag(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Seconds since the journal was last read to its end; 0 if the engine is not live."""
     if engine_audit.read_seconds:
         yield (), max(0.0, time.time() - engine_audit.read_seconds) if state(engine_audit) == "live" else 0.0
 
 
-def gaps(engine_audit: EngineAudit) -> dict[str, int]:
+def gaps(engine_audit: FollowedAudit) -> dict[str, int]:
     """Gaps by whether the number of lost events is known."""
     return {
         "known": engine_audit.metrics.gaps_of_known_size,
@@ -286,21 +286,21 @@ def gaps(engine_audit: EngineAudit) -> dict[str, int]:
     }
 
 
-def last_event(engine_audit: EngineAudit) -> float:
+def last_event(engine_audit: FollowedAudit) -> float:
     """Unix time of the last event."""
     return engine_audit.auditor.ledger.read_to
 
 
-def checkpoint(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def checkpoint(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Unix time of the last checkpoint, if there is one."""
     if engine_audit.checkpoint_seconds:
         yield (), engine_audit.checkpoint_seconds
 
 
-class EngineAudits(list[EngineAudit]):
+class EngineAudits(list[FollowedAudit]):
     """The audits of a follower, with the follower's own figures."""
 
-    def __init__(self, audits: Iterable[EngineAudit], health: Health) -> None:
+    def __init__(self, audits: Iterable[FollowedAudit], health: Health) -> None:
         super().__init__(audits)
         self.health = health
         """The follower's own figures; the follower changes them."""
@@ -347,14 +347,14 @@ def health(of: str) -> MetricReader:
     return lambda audits: [Sample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
 
 
-def losses(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+def losses(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
     """How often the follower lost state, by reason."""
     if isinstance(audits, EngineAudits):
         for reason in LOSS_REASONS:
             yield Sample((reason,), audits.health.lost.get(reason, 0))
 
 
-def unnamed(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+def unnamed(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
     """The number of journals without an engine's name."""
     yield Sample((), sum(engine_audit.engine is None for engine_audit in audits))
 
@@ -373,7 +373,7 @@ ENGINE_LABELS = (
 )
 
 
-def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def engine(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """The engine's labels, in the order of :data:`ENGINE_LABELS`."""
     started = engine_audit.engine
     if started is None:
@@ -396,7 +396,7 @@ def engine(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]
     )
 
 
-def build(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
+def build(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
     """The version of kvledger."""
     yield Sample((__version__,), 1)
 
@@ -404,13 +404,13 @@ def build(audits: Sequence[EngineAudit]) -> Iterator[Sample]:
 # --- blocks -------------------------------------------------------------------------------------------
 
 
-def block_states(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def block_states(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Blocks by state; nothing where the journal has no block events."""
     for state, count in (engine_audit.metrics.blocks.now or {}).items():
         yield (state,), count
 
 
-def evicted_blocks(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def evicted_blocks(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Evicted blocks, by whether they had been hit; nothing where the journal has no block events."""
     blocks = engine_audit.metrics.blocks
     if blocks.seen:
@@ -435,22 +435,22 @@ CONTENT_EVENTS = ("sealed", "verified", "scrubbed", "differed", "unsealed", "not
 _NOT_COMPARED = ("same_step", "unsampled", "unseen", "loaded", "unmatched")
 
 
-def content_blocks(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def content_blocks(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Blocks by what happened to their contents; nothing below level ``content``."""
-    contents = engine_audit.auditor.ledger.contents
-    if contents.watches:
-        counts = dict(contents.counts)
+    sums = engine_audit.auditor.ledger.sums
+    if sums.watches:
+        counts = dict(sums.contents)
         counts["differed"] = counts.get("differed", 0) + counts.get("scrub_differed", 0)
         counts["not_compared"] = sum(counts.get(name, 0) for name in _NOT_COMPARED)
         for event in CONTENT_EVENTS:
             yield (event,), float(counts.get(event, 0))
 
 
-def content_transfers(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def content_transfers(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Blocks that a connector moved; nothing below level ``content``."""
-    ledger = engine_audit.auditor.ledger
-    if ledger.contents.watches:
-        counts = ledger.custody.counts
+    sums = engine_audit.auditor.ledger.sums
+    if sums.watches:
+        counts = sums.transfers
         differed = counts.get("store_differed", 0)
         yield ("stored",), float(counts.get("stored", 0))
         yield ("stored_differed",), float(differed)
@@ -466,8 +466,8 @@ def content_sum(name: str, unit: float = 1.0) -> MetricReader:
     """One sum of level ``content``, divided by ``unit``; no series below that level."""
     return engines(
         lambda engine_audit: (
-            [((), engine_audit.auditor.ledger.contents.counts.get(name, 0) / unit)]
-            if engine_audit.auditor.ledger.contents.watches
+            [((), engine_audit.auditor.ledger.sums.contents.get(name, 0) / unit)]
+            if engine_audit.auditor.ledger.sums.watches
             else []
         )
     )
@@ -496,7 +496,7 @@ def engine_counters(of: str) -> MetricReader:
     )
 
 
-def drift(engine_audit: EngineAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+def drift(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """The difference between engine and ledger, by figure and cause."""
     for row in engine_audit.engine_counters.rows if engine_audit.engine_counters else ():
         for cause, amount in row.drift.items():

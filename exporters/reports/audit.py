@@ -299,7 +299,7 @@ def _journal(engine_audit: EngineAudit) -> JournalData:
         adapter=engine.adapter if engine else "",
         process_id=engine.process_id if engine else -1,
         stopped=engine_audit.auditor.ledger.stopped,
-        events=engine_audit.sums.events,
+        events=engine_audit.journal.events,
         verdict=engine_audit.verdict,
         notes=engine_audit.all_notes,
         level=engine.level if engine else "",

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...audit.ledger.content_state import ContentState
-from ...audit.ledger.sketch_state import SketchState
+from ...audit.ledger.sums import LedgerSums
 from ...audit.replay.journals import Audit
 from .terminal import counted
 
@@ -63,19 +62,16 @@ def contents(audit: Audit) -> ContentsData | None:
     ]
     if not asked:
         return None
-    total, sketches, workers = ContentState(), SketchState(), 0
-    transfers: Counter[str] = Counter()
+    total, workers = LedgerSums(), 0
     excluded: list[str] = []
     for engine in asked:
         state = engine.auditor.ledger.contents
-        total.absorb(state)
-        sketches.absorb(engine.auditor.ledger.sketches)
+        total += engine.auditor.ledger.sums
         workers += len(state.workers)
         excluded += state.excluded
-        transfers.update(engine.auditor.ledger.custody.counts)
         if not state.watches and not state.excluded:
             excluded.append("The contents of blocks are not checked: no worker wrote what it found.")
-    counts = total.counts
+    counts, transfers = total.contents, Counter(total.transfers)
     return ContentsData(
         workers=workers,
         verified=counts.get("verified", 0),
@@ -93,9 +89,9 @@ def contents(audit: Audit) -> ContentsData | None:
         moved=transfers["moved"],
         moved_differed=transfers["transfer_differed"],
         moved_unknown=transfers["unknown"] + transfers["foreign"] + transfers["unmatched"],
-        recomputed=sketches.compared,
-        recomputed_differed=sketches.differed,
-        recomputed_distance=sketches.largest,
+        recomputed=total.recomputed.compared,
+        recomputed_differed=total.recomputed.differed,
+        recomputed_distance=total.recomputed.largest,
     )
 
 

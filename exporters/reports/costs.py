@@ -22,10 +22,13 @@ from ...audit.analysis.costs import (
     MoreBlocks,
     PricedDelays,
     PricedLoads,
+    priced,
 )
-from ...audit.analysis.step_model import StepModel
+from ...audit.analysis.step_model import StepModel, fit
+from ...audit.analysis.step_times import StepSums
 from ...audit.causes import loss
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.observers import Lost, Steps
 from .terminal import counted, figures_table, indented, percent, title
 
 LEGEND = (
@@ -112,12 +115,14 @@ def model_row(engine: str, busy_us: int, model: StepModel) -> ModelRow:
 
 
 def gathered(engine_audits: Sequence[EngineAudit]) -> tuple[Costs, list[ModelRow]]:
-    """The costs of all engines together, each by its own model. The audits were made ``with_costs``."""
+    """The costs of all engines together, each by its own model; no seconds where no step was observed."""
     costs, models = Costs(), []
     for engine_audit in engine_audits:
-        model = engine_audit.step_model()
-        costs.merge(engine_audit.costs(model))
-        models.append(model_row(engine_audit.name, engine_audit.step_times.busy_us, model))
+        steps = engine_audit.observer(Steps)
+        sums = StepSums() if steps is None else steps.sums
+        model = fit(sums.sample)
+        costs.merge(priced(engine_audit.of(Lost).sums, model, sums.busy_us, engine_audit.connector))
+        models.append(model_row(engine_audit.name, sums.busy_us, model))
     return costs, models
 
 

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import find_journals, host_folders
+from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths
@@ -51,7 +51,7 @@ def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> 
     recordings = recordings_in(path.parent for path in found if not is_remote(path) and path not in paths)
     verdicts = list(run(_compacted_verdict, found))
     if audit:
-        verdicts = [engine.verdict for engine in audit_paths(found, with_metrics=False, run=run).engines]
+        verdicts = [engine.verdict for engine in audit_paths(found, run=run).engines]
     rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
     rows += [_row(facts(path)) for path in recordings]
     return sorted(rows, key=lambda row: (row.began_seconds or 0.0, row.journal))

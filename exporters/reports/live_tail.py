@@ -17,8 +17,8 @@ from ...audit.errors import LedgerError
 from ...audit.figures.totals import Totals
 from ...audit.journal.reader import Batch
 from ...audit.ledger.account import Account
-from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.journals import Audit
 from ..sidecar.followed_journal import FollowedJournal
 from ..sidecar.follower import Follower, ignore
@@ -101,7 +101,7 @@ class LiveCounts:
         self._totals: deque[tuple[int, Totals]] = deque()
         """Totals about a second apart, oldest first, each with the engine's time in microseconds."""
 
-    def add(self, batch: Batch, engine_audit: EngineAudit) -> None:
+    def add(self, batch: Batch, engine_audit: FollowedAudit) -> None:
         """Count a batch that has just been audited."""
         for event in batch.events:
             self.requests.feed(event)
@@ -164,7 +164,7 @@ class LiveTail:
         self.newest.extend(self._new)
         return self._new
 
-    def _group(self, engine_audit: EngineAudit) -> None:
+    def _group(self, engine_audit: FollowedAudit) -> None:
         """Add the requests of a journal to their groups as they end."""
         key = group_key(self.by, engine_audit)
 
@@ -216,7 +216,7 @@ class LiveTail:
         journals = self._follower.journals.values()
         return [(one, self._counts.get(one.name) or LiveCounts()) for one in journals if not one.ended]
 
-    def engines(self) -> list[tuple[EngineAudit, LiveCounts | None]]:
+    def engines(self) -> list[tuple[FollowedAudit, LiveCounts | None]]:
         """The audit of each journal with its counts, or None once the engine has ended."""
         running = {journal.name: counts for journal, counts in self._running()}
         journals = self._follower.journals.values()

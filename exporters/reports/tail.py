@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.parallel import is_remote
 from .audit import finding, share, structs_csv
 from .live_tail import GroupNow, LiveCounts, LiveTail, Now
@@ -62,7 +62,7 @@ def screen(tail: LiveTail) -> Group:
     return Group(*parts, Text(), Text("Press Ctrl-C to stop.", style="dim"))
 
 
-def _add_row(table: Table, engine_audit: EngineAudit, running: LiveCounts | None) -> None:
+def _add_row(table: Table, engine_audit: FollowedAudit, running: LiveCounts | None) -> None:
     """Add one engine; ``running`` is None once the engine has ended."""
     totals, verdict = engine_audit.totals(), engine_audit.verdict
     counts = running or LiveCounts()

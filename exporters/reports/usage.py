@@ -25,6 +25,7 @@ from ...audit.analysis.usage import (
 )
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
+from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
 from ..usage_logs import UsageLog
 from . import terminal
@@ -61,7 +62,7 @@ COLUMNS = (
 
 def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
     """Reconcile the lines of a log with the calls in ``journals``."""
-    audits = [EngineAudit(path, keep=True, window=window, with_metrics=False) for path in journals]
+    audits = [EngineAudit(path, [KeptAccounts], window=window) for path in journals]
     index: CallIndex | None = None
     for audit in audits:
         for account in each_account(audit):

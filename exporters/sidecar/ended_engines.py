@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ...audit.replay.checkpoint import FoldedJournal, beginning
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit, folded
 from ..metrics.labels import engine_label
 
 MOST_GONE = 1024
@@ -37,7 +37,7 @@ class EndedEngines:
     """The ended engines of a follower. Times are Unix seconds."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, EngineAudit] = {}
+        self.sums: dict[str, FollowedAudit] = {}
         """The folded engines of each name, in one audit."""
         self.latest: dict[str, str] = {}
         """The journal of the engine of each name that ended last, unless it was removed."""
@@ -56,13 +56,10 @@ class EndedEngines:
         self._touch(engine, now)
         return earlier
 
-    def fold(self, engine_audit: EngineAudit, now: float) -> None:
+    def fold(self, engine_audit: FollowedAudit, now: float) -> None:
         """Add the sums of an ended engine to those of the earlier engines of its name."""
         name = engine_label(engine_audit)
-        sums = self.sums.pop(name, None) or EngineAudit(Path(name))
-        sums.series, sums.auditor.engine = name, engine_audit.name
-        sums.absorb(engine_audit)
-        self.sums[name] = sums
+        self.sums[name] = folded(name, engine_audit, self.sums.pop(name, None))
         if name not in self.ended_at:
             self._touch(name, now)
 

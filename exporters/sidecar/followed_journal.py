@@ -16,21 +16,21 @@ from ...audit.checks.registry import Violation
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 
 OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]
 """Called after each batch has been audited, with the findings that are new."""
 
 
 class FollowedJournal:
-    """One journal, read batch by batch into an :class:`EngineAudit`."""
+    """One journal, read batch by batch into an :class:`FollowedAudit`."""
 
-    def __init__(self, name: str, engine_audit: EngineAudit, reader: Reader) -> None:
+    def __init__(self, name: str, engine_audit: FollowedAudit, reader: Reader) -> None:
         self.name = name
         """The journal's name under the folder that is followed."""
         self.engine_audit = engine_audit
         """The audit of every event read so far."""
-        engine_audit.live_events.enabled = True
+        engine_audit.compare_events()
         self.reader = reader
         """Reads the journal's segments and remembers its position in them."""
         self.lock = threading.Lock()

@@ -29,7 +29,7 @@ from ...audit.errors import LedgerError
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair
 from ..metrics import values
 from ..metrics.labels import engine_label, free_label
@@ -99,7 +99,7 @@ class Follower:
         """The journals that exist now, by name, except those that were folded."""
         self.ended = EndedEngines()
         """The sums of ended engines, by engine name."""
-        self.on_opened: Callable[[EngineAudit], None] = ignore
+        self.on_opened: Callable[[FollowedAudit], None] = ignore
         """Called with the audit of each new journal before its first event is read."""
         self.on_batch: OnBatch = ignore
         """Called after each batch has been audited."""
@@ -126,7 +126,7 @@ class Follower:
             self._resume(folder)
 
     @property
-    def past(self) -> dict[str, EngineAudit]:
+    def past(self) -> dict[str, FollowedAudit]:
         """The sums of ended engines, by engine name. The caller holds ``lock``."""
         return self.ended.sums
 
@@ -284,7 +284,7 @@ class Follower:
         for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
             path = self._finder.path(name)
             if self._finder.is_journal(name, self._notify_once) and not self.ended.came_back(name, path):
-                engine_audit = EngineAudit(path)
+                engine_audit = FollowedAudit(path)
                 self.on_opened(engine_audit)
                 new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
         if new:
@@ -336,7 +336,7 @@ class Follower:
                 if left.early:
                     self._count_loss("engine forgotten")
 
-    def _drop(self, name: str) -> EngineAudit:
+    def _drop(self, name: str) -> FollowedAudit:
         """Follow an ended journal no longer, and remember that it was read; returns its audit."""
         journal = self.journals.pop(name)
         journal.reader.close()
@@ -408,14 +408,14 @@ class Follower:
             )
         self.ended.sort()
 
-    def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[EngineAudit], None]) -> None:
+    def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[FollowedAudit], None]) -> None:
         try:
-            use(serialize.restore(bytes(data), path))
+            use(serialize.restore(bytes(data), FollowedAudit(path)))
         except LedgerError as error:
             self._count_loss("checkpoint damaged")
             self._notify(f"{error} {path.name} is read again from its oldest segment.")
 
-    def _keep_sums(self, engine_audit: EngineAudit) -> None:
+    def _keep_sums(self, engine_audit: FollowedAudit) -> None:
         self.ended.fold(engine_audit, self.health.saved_at)
 
     def _resume_folded(self, folded: FoldedJournal) -> None:
@@ -425,7 +425,7 @@ class Follower:
         else:  # _find forgets it if it was removed
             self.ended.folded[folded.name] = folded
 
-    def _resume_journal(self, state: JournalState, engine_audit: EngineAudit) -> None:
+    def _resume_journal(self, state: JournalState, engine_audit: FollowedAudit) -> None:
         if not engine_audit.path.exists():
             if not state.ended:
                 engine_audit.end(stopped=state.stopped)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import find_journals, holds_journal, look_into, may_be_host
+from ...audit.journal.catalogue import Catalogue, find_journals, holds_journal, look_into
 from ...audit.journal.hosts import HostJournal
 
 Notify = Callable[[str], None]
@@ -121,5 +120,4 @@ class FolderFinder:
 
 def _names(folder: Path) -> list[str]:
     """What may be a journal, or the folder of a host."""
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if may_be_host(Path(entry.name))]
+    return [path.name for path in Catalogue(folder).engines_or_hosts]

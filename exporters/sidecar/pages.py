@@ -24,7 +24,7 @@ from prometheus_client import (
 from ... import __version__
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ..metrics.prometheus import AuditCollector
 from ..templating import environment
 from .follower import Follower, ignore
@@ -202,7 +202,7 @@ def _exposition(follower: Follower, *, created: bool) -> Application:
     return cast("Application", make_wsgi_app(registry))
 
 
-def findings(audits: Iterable[EngineAudit]) -> dict[str, Any]:
+def findings(audits: Iterable[FollowedAudit]) -> dict[str, Any]:
     """The last findings of all engines, newest last; ``left_out`` counts the older ones."""
     by_time = []
     for engine_audit in audits:
@@ -218,7 +218,7 @@ def findings(audits: Iterable[EngineAudit]) -> dict[str, Any]:
     return {"findings": shown, "left_out": len(by_time) - len(shown)}
 
 
-def _row(engine_audit: EngineAudit) -> tuple[str, ...]:
+def _row(engine_audit: FollowedAudit) -> tuple[str, ...]:
     auditor = engine_audit.auditor
     last_event = time.gmtime(auditor.ledger.read_to)
     return (

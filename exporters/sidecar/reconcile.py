@@ -28,7 +28,8 @@ from typing import NamedTuple
 from ...audit.analysis.reconciliation import ComparedCounter, Differences, EngineCounters, Figures
 from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.positions import COMPUTED, EXTERNAL, LOCAL
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.observers import Reconciled
 
 WINDOW_SECONDS = 60.0
 """The longest delay between a scheduler's action and the front end's counter."""
@@ -70,7 +71,7 @@ class Point(NamedTuple):
 # --- the ledger's figures ---------------------------------------------------------------------------
 
 
-def point(engine_audit: EngineAudit, noted: float) -> Point:
+def point(engine_audit: FollowedAudit, noted: float) -> Point:
     """The present figures that can be compared with this engine's release; none for a v0 scheduler."""
     words = engine_audit.meaning_words
     if engine_audit.engine is None or engine_audit.engine.adapter.startswith("v0"):
@@ -85,21 +86,21 @@ def point(engine_audit: EngineAudit, noted: float) -> Point:
         if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
             sides |= _lookups(engine_audit, cache)
     ledger = engine_audit.auditor.ledger
-    return Point(engine_audit.read_seconds, noted, sides, ledger.gaps + ledger.hook_failures)
+    return Point(engine_audit.read_seconds, noted, sides, ledger.sums.gaps + ledger.sums.hook_failures)
 
 
 def _plain(figure: float) -> Side:
     return Side(figure, figure, figure, {})
 
 
-def _preemptions(engine_audit: EngineAudit) -> Side:
+def _preemptions(engine_audit: FollowedAudit) -> Side:
     """The front end counts a preemption with the next output, so some are never counted."""
     happened = sum(engine_audit.metrics.preemptions.values())
     return Side(happened, engine_audit.metrics.preemptions_with_output, happened, {})
 
 
-def _prompts(engine_audit: EngineAudit) -> Iterator[tuple[str, Side]]:
-    metrics, reconciliation = engine_audit.metrics, engine_audit.sums.reconciliation
+def _prompts(engine_audit: FollowedAudit) -> Iterator[tuple[str, Side]]:
+    metrics, reconciliation = engine_audit.metrics, engine_audit.of(Reconciled).sums
     reported = _figures(metrics.reported)
     unknown = _figures(metrics.reported_unknown)
     still_open = Figures()
@@ -133,7 +134,7 @@ def _of(figures: Figures, name: str) -> int:
     return int(getattr(figures, name))
 
 
-def _lookups(engine_audit: EngineAudit, cache: str) -> Iterator[tuple[str, Side]]:
+def _lookups(engine_audit: FollowedAudit, cache: str) -> Iterator[tuple[str, Side]]:
     metrics = engine_audit.metrics
     counted, made, resumed = metrics.lookups[cache], metrics.admitted[cache], metrics.resumed[cache]
     for name, of in (("queried", "queried"), ("hit", "hit")):
@@ -177,7 +178,7 @@ class CounterComparison:
     ``zero``: both sides began at zero, so no baseline is needed.
     """
 
-    def __init__(self, engine_audit: EngineAudit, *, zero: bool) -> None:
+    def __init__(self, engine_audit: FollowedAudit, *, zero: bool) -> None:
         self.engine_audit = engine_audit
         """The audit; its ``engine_counters`` are the result."""
         self._history: deque[Point] = deque()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...audit.errors import LedgerError
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.followed_audit import FollowedAudit
 from ..metrics.values import state
 from .reconcile import CounterComparison, Scrape
 
@@ -88,15 +88,15 @@ def check_url(url: str) -> None:
 
 
 def match(
-    engines: Iterable[ScrapedEngine], audits: Sequence[EngineAudit]
-) -> dict[ScrapedEngine, EngineAudit]:
+    engines: Iterable[ScrapedEngine], audits: Sequence[FollowedAudit]
+) -> dict[ScrapedEngine, FollowedAudit]:
     """The audit of each scraped engine, if exactly one live audit fits and it fits no other engine."""
     live = [
         engine_audit
         for engine_audit in audits
         if engine_audit.metrics.begun and state(engine_audit) == "live"
     ]
-    matches: dict[ScrapedEngine, EngineAudit] = {}
+    matches: dict[ScrapedEngine, FollowedAudit] = {}
     for engine in engines:
         candidates = [engine_audit for engine_audit in live if _index(engine_audit) == engine.number]
         if len(candidates) > 1:
@@ -115,13 +115,13 @@ def match(
     }
 
 
-def _index(engine_audit: EngineAudit) -> str:
+def _index(engine_audit: FollowedAudit) -> str:
     assert engine_audit.engine is not None
     settings = engine_audit.engine.configuration
     return str(settings.get("engine_index", settings.get("data_parallel_rank", 0)) or 0)
 
 
-def _model(engine_audit: EngineAudit) -> str:
+def _model(engine_audit: FollowedAudit) -> str:
     assert engine_audit.engine is not None
     return str(engine_audit.engine.configuration.get("model") or "").rsplit("/", 1)[-1]
 
@@ -136,7 +136,7 @@ class Reconciler:
     def __init__(
         self,
         urls: Sequence[str],
-        audits: Callable[[], Sequence[EngineAudit]],
+        audits: Callable[[], Sequence[FollowedAudit]],
         lock: AbstractContextManager[object],
         *,
         ask: Callable[[str], str] = fetch,
@@ -187,7 +187,7 @@ class Reconciler:
         with self._lock:
             self._compare(scrapes, self._audits())
 
-    def _compare(self, scrapes: dict[ScrapedEngine, Scrape], audits: Sequence[EngineAudit]) -> None:
+    def _compare(self, scrapes: dict[ScrapedEngine, Scrape], audits: Sequence[FollowedAudit]) -> None:
         matched = match(scrapes, audits)
         answered = {id(engine_audit): scrapes[engine] for engine, engine_audit in matched.items()}
         for engine_audit in audits:
@@ -213,16 +213,20 @@ class Reconciler:
         self._unmatched = unmatched
 
 
-def _began_at_zero(engine_audit: EngineAudit, audits: Sequence[EngineAudit]) -> bool:
+def _began_at_zero(engine_audit: FollowedAudit, audits: Sequence[FollowedAudit]) -> bool:
     """Whether both sides began at zero: the journal has the engine's start, and its index is unique."""
     alike = [other for other in audits if other.engine is not None and _index(other) == _index(engine_audit)]
     ledger = engine_audit.auditor.ledger
-    return engine_audit.metrics.from_start and not (ledger.gaps or ledger.hook_failures) and len(alike) == 1
+    return (
+        engine_audit.metrics.from_start
+        and not (ledger.sums.gaps or ledger.sums.hook_failures)
+        and len(alike) == 1
+    )
 
 
 def attach_reconciliation(
     urls: Sequence[str],
-    audits: Callable[[], Sequence[EngineAudit]],
+    audits: Callable[[], Sequence[FollowedAudit]],
     lock: AbstractContextManager[object],
     stop: threading.Event,
 ) -> threading.Thread:

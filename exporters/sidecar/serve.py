@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...audit.errors import LedgerError
-from ...audit.journal.folder import find_journals
+from ...audit.journal.catalogue import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
 from . import http_server, systemd

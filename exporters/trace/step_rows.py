@@ -52,7 +52,7 @@ class ObservedSteps(StepTimes):
         return taken
 
     def _observe(self, begin: int, end: int, work: Work) -> None:
-        whole = self.repeated.plus(work) if self.repeated_at >= 0 else work
+        whole = self.repeated + work if self.repeated_at >= 0 else work
         self.observations.append(Observation(whole.steps, begin, max(begin, end), whole))
         super()._observe(begin, end, work)
 

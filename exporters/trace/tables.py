@@ -18,6 +18,7 @@ from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
+from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import EVERYTHING, Window
 from ..facts.hours import HOURLY
 from ..facts.questions import QUESTIONS
@@ -146,9 +147,7 @@ class _Trace:
         self._wanted = wanted
         """The names of the tables to make."""
         every_request = (lambda _: True) if "entries" in wanted else None
-        self._engine_audit = EngineAudit(
-            path, keep=True, watch=every_request, window=window, with_metrics=False
-        )
+        self._engine_audit = EngineAudit(path, [KeptAccounts], watch=every_request, window=window)
         """The audit that the rows are of."""
         self._facts: list[tuple[str, Rows]] = []
         """Rows that the collector made of the last batch."""

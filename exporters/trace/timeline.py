@@ -29,6 +29,7 @@ from ...audit.ledger.life import Life
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
+from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
 from .request_counts import RequestCounts
@@ -145,7 +146,7 @@ class _Track:
             yield {"pid": self.number, **event}
 
     def _events(self) -> Iterator[Slice]:
-        engine_audit = EngineAudit(self.path, keep=True, window=self.window, with_metrics=False)
+        engine_audit = EngineAudit(self.path, [KeptAccounts], window=self.window)
         for batch in each_batch(engine_audit):
             for event in batch.events:
                 self._lanes.feed(event)

@@ -87,7 +87,7 @@ class Lifetime:
         retention.make_room(folder, limits.folder_bytes)
         place = folder / f"engine-{number:08d}-{os.getpid()}-0"
         self._writer = JournalWriter(place, limits)
-        self._ledger = EngineAudit(place, with_metrics=False)
+        self._ledger = EngineAudit(place)
         self._prompts: dict[int, int] = {}
         self._segments = 0
         self.emitted = Emitted()
@@ -133,7 +133,7 @@ class Lifetime:
         self._ledger.end(stopped=not killed)
         emitted = self.emitted
         emitted.totals = self._ledger.closed
-        emitted.verdicts = {" ".join(kind): count for kind, count in self._ledger.sums.requests.items()}
+        emitted.verdicts = {" ".join(kind): count for kind, count in self._ledger.journal.requests.items()}
         emitted.journal_bytes = self._writer.written_bytes
         emitted.removed_segments = self._segments - len(list(self._writer.folder.glob("*.kvl")))
         return emitted

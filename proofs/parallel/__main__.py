@@ -22,7 +22,7 @@ from benchmarks import page
 from proofs.parallel import load, pairs, report
 from tests.serving.processes import SETTLE_SECONDS, wait_until
 
-from kvledger.audit.journal.folder import find_journals
+from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.format import is_live
 
 

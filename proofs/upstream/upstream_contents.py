@@ -170,9 +170,9 @@ class ContentPlugin(LedgerPlugin):
         sums: dict[str, int] = {REFUSED: self._refused}
         self._refused = 0
         for instance in audited:
-            contents = instance.auditor.ledger.contents
-            sums["watched"] = sums.get("watched", 0) + bool(contents.watches)
-            for name, count in contents.counts.items():
+            ledger = instance.auditor.ledger
+            sums["watched"] = sums.get("watched", 0) + bool(ledger.contents.watches)
+            for name, count in ledger.sums.contents.items():
                 sums[name] = sums.get(name, 0) + count
         item.user_properties.append((COUNTS, json.dumps(sums)))
         return text

@@ -217,7 +217,7 @@ def test_a_folder_without_read_permission_is_one_sentence(
     def forbidden(path: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", forbidden)
+    monkeypatch.setattr(os, "scandir", forbidden)
     monkeypatch.setattr(Path, "is_file", forbidden)
 
     for verb in ("audit", "summary"):

@@ -228,7 +228,7 @@ def run(folder: Path, name: str) -> int:
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
         "given": served.tokens,
         "heard": list(audit.ledger.transfers.aligned.values()),
-        "moved": dict(audit.ledger.custody.counts),
+        "moved": dict(audit.ledger.sums.transfers),
         "preempted": [msgspec.to_builtins(statement) for statement in statements if statement.preemptions],
     }
     (folder / f"{name}.json").write_text(json.dumps(results, indent=1))

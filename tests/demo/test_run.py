@@ -22,6 +22,7 @@ from kvledger.audit.demo.run import Demo, EngineFailed
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import HookFailed
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.reports import demo as demo_report
 from kvledger.exporters.reports.audit import report
 
@@ -243,11 +244,11 @@ def test_the_counters_include_a_request_that_is_unknown_here(tmp_path: Path) -> 
     """kvledger leaves out an account that lost events; the engine's counters include its report."""
     stream = journals.reported(events(10, "A0+0 s10 o+ F"), local=0, external=0, computed=10)
     lost = [*stream[:2], HookFailed(1, "hook", "error", False), *stream[2:]]
-    audit = audit_paths([journals.write(tmp_path / "one", lost)], keep=True)
+    audit = audit_paths([journals.write(tmp_path / "one", lost)], (KeptAccounts,))
     (engine_audit,) = audit.engines
 
     reconciliation_step = demo.between_reported_and_counters(
-        audit.reconciliation, Figures(computed=10), engine_audit.accounts
+        audit.reconciliation, Figures(computed=10), engine_audit.of(KeptAccounts).sums
     )
 
     assert ["unknown_here"] == list(reconciliation_step)

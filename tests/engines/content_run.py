@@ -214,7 +214,7 @@ def result(audit: Any, ledger: Any = None) -> dict[str, Any]:
             for violation in audit.violations
             if violation.severity == "violation"
         ],
-        "counts": ledger.contents.counts,
+        "counts": ledger.sums.contents,
         "excluded": ledger.contents.excluded,
         "workers": len(ledger.contents.workers),
         "requests": audit.totals.requests,

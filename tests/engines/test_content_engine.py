@@ -64,8 +64,8 @@ def test_a_worker_writes_what_it_verified_into_a_journal_of_its_own(tmp_path: Pa
     audit = audit_paths([tmp_path / "journal"])
     (engine,) = audit.engines
     assert "clean" == audit.verdict
-    assert engine.auditor.ledger.contents.counts["verified"] > 20
-    assert not set(engine.auditor.ledger.contents.counts) & {"differed", "scrub_differed", "unsealed"}
+    assert engine.auditor.ledger.sums.contents["verified"] > 20
+    assert not set(engine.auditor.ledger.sums.contents) & {"differed", "scrub_differed", "unsealed"}
 
 
 def test_a_wrong_second_computation_is_a_drift_that_no_fingerprint_shows(tmp_path: Path) -> None:

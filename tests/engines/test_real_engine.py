@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from tests.engines.forked import VARIANTS
 from tests.engines.own_process import python
 
-from kvledger.audit.journal.folder import is_beside
+from kvledger.audit.journal.catalogue import is_beside
 from kvledger.audit.replay.journals import audit_paths
 
 pytestmark = pytest.mark.whole_engine

@@ -12,7 +12,8 @@ import pytest
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import CLEARED, REMOVED_BLOCKS, STORED, EngineStarted, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
-from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.catalogue import find_journals
+from kvledger.audit.journal.folder import read
 from kvledger.exporters.kv_events import Contents, EventRecorder, Received, decoded, key
 
 KEY = HashKey("sixteen characters")

@@ -27,6 +27,7 @@ from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.ledger.frozen import AccountStatement
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.metrics.prometheus import AuditCollector
 from kvledger.exporters.reports import html_page, statement, summary, tail, why  # noqa: F401  loaded in advance
 from kvledger.exporters.sidecar.follower import Follower
@@ -110,11 +111,11 @@ def result(seed: int, originals: list[Trace], readings: dict[str, Reading | None
 def read(folder: Path) -> Reading | None:
     """The audit of one journal; None if it is refused with a sentence."""
     try:
-        audit = audit_paths([folder], keep=True)
+        audit = audit_paths([folder], (KeptAccounts,))
     except LedgerError:
         return None
     (engine,) = audit.engines
-    statements = [account.freeze() for account in engine.accounts]
+    statements = [account.freeze() for account in engine.of(KeptAccounts).sums]
     known = {one.request_id: one for one in statements if one.unknown is None and one.closed_at >= 0}
     return Reading(audit.verdict, [*audit.notes, *engine.doubts], known)
 

@@ -78,11 +78,12 @@ RULES = {
     ),
     "audit.journal.format": Rule(ours=EVENTS),
     "audit.journal.hosts": Rule(ours=(*EVENTS, "audit.text")),
+    "audit.journal.catalogue": Rule(ours=("audit.errors", "audit.journal.format", "audit.journal.hosts")),
     "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
     "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.decode")),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
     "audit.journal.retention": Rule(
-        ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.folder")
+        ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.catalogue")
     ),
     # accounts, what must hold of them, why figures differ, and journals read again
     "audit.figures": Rule(

@@ -133,8 +133,8 @@ def outcome(drive: Callable[[Attach], None]) -> dict[str, Any]:
             for found in audit.violations
             if found.id.startswith("content/")
         ],
-        "counts": audits[0].ledger.contents.counts,
-        "transfers": audits[0].ledger.custody.counts,
+        "counts": audits[0].ledger.sums.contents,
+        "transfers": audits[0].ledger.sums.transfers,
         "excluded": audits[0].ledger.contents.excluded,
     }
 

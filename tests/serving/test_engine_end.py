@@ -20,7 +20,8 @@ from tests.serving.processes import ROOT, Engine, wait_until
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.audit.events import EngineStarted, RequestAdded
-from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.catalogue import find_journals
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import is_live
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
@@ -106,11 +107,11 @@ def test_a_killed_engine_is_unknown(served: tuple[Engine, Clients, Path]) -> Non
     wait_until(lambda: not is_live(journal), GONE_SECONDS, engine.last_words)
     clients.stop()
     audit = audited(journal)
-    judged = sum(audit.sums.requests.values())
+    judged = sum(audit.journal.requests.values())
     print(f"{clients.answered} requests were answered, {judged} ended in the journal: {audit.verdict}")
 
     assert ("unknown", 3) == (audit.verdict, exit_code(journal))
-    assert {"clean", "unknown"} >= {verdict for verdict, _ in audit.sums.requests}
+    assert {"clean", "unknown"} >= {verdict for verdict, _ in audit.journal.requests}
     assert any("the trace is whole up to 20" in doubt for doubt in audit.doubts)
 
 
@@ -132,11 +133,11 @@ def test_an_engine_that_gets_sigterm_ends_in_good_order(
     clients.stop()
     audit = audited(journal)
     added = sum(isinstance(event, RequestAdded) for _, event in read(journal))
-    judged = sum(audit.sums.requests.values())
+    judged = sum(audit.journal.requests.values())
     print(
         f"{clients.answered} requests were answered, {judged} ended in the journal: "
-        f"{audit.verdict} {audit.sums.requests}, {took:.2f} s after SIGTERM"
+        f"{audit.verdict} {audit.journal.requests}, {took:.2f} s after SIGTERM"
     )
 
     assert ("clean", 0) == (audit.verdict, exit_code(journal))
-    assert clients.answered <= sum(audit.sums.requests.values()) == added
+    assert clients.answered <= sum(audit.journal.requests.values()) == added

@@ -25,6 +25,7 @@ from kvledger.audit.analysis.step_times import Sample
 from kvledger.audit.events import Event
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.reports.summary import ALL, summarize
 from kvledger.exporters.reports.why import why
 
@@ -111,7 +112,7 @@ def test_groups_add_up_to_all_requests(tmp_path: Path) -> None:
 
 def test_the_same_requests_cost_the_same_in_metrics(tmp_path: Path) -> None:
     path = trace(tmp_path)
-    (engine,) = audit_paths([path]).engines
+    (engine,) = journals.followed_audits(path)
     (row,) = summarize([path], with_costs=True)
 
     assert row.costs is not None
@@ -145,8 +146,8 @@ def test_counters_wait_for_the_first_accepted_model() -> None:
 def test_only_work_before_the_first_output_delays_the_first_token(
     tmp_path: Path, words: str, early: dict[str, int], waited: bool
 ) -> None:
-    audit = audit_paths([journals.write(tmp_path / "one", events(100, words))], keep=True)
-    (account,) = audit.engines[0].accounts
+    audit = audit_paths([journals.write(tmp_path / "one", events(100, words))], (KeptAccounts,))
+    (account,) = audit.engines[0].of(KeptAccounts).sums
 
     tokens, us = before_first_output(account)
 

@@ -20,7 +20,7 @@ def observed(*stream: ev.Event, times: StepTimes | None = None) -> StepTimes:
 
 
 def rows(times: StepTimes) -> list[tuple[Work, int]]:
-    return [(Work(*row[1:-1]), row[-1]) for row in times.sample.rows]
+    return [(Work(*row[1:-1]), row[-1]) for row in times.sums.sample.rows]
 
 
 def step(at: int, *changed: int, dropped: Sequence[int] = ()) -> ev.Stepped:
@@ -41,7 +41,7 @@ def test_a_step_takes_from_its_scheduling_to_its_output_after_idle_time() -> Non
     )
 
     assert [(Work(1, 64), 500), (Work(1, 8), 100)] == rows(times)
-    assert 600 == times.busy_us
+    assert 600 == times.sums.busy_us
 
 
 def test_a_step_takes_from_the_output_before_while_requests_run() -> None:
@@ -142,11 +142,11 @@ def test_only_the_window_counts_as_engine_time() -> None:
         output(1500, 0, 1),
         step(1600, 0, 1, 0, 65),
         output(1900),
-        times=StepTimes(since_seconds=1000.0016),
+        times=StepTimes(since_us=1_000_001_600),
     )
 
     assert 2 == len(rows(times))
-    assert 400 == times.busy_us
+    assert 400 == times.sums.busy_us
 
 
 def test_a_sample_is_bounded_and_even() -> None:

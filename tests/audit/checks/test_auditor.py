@@ -20,7 +20,7 @@ from tests.examples import examples
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
 from tests.strategies import Story, random_histories
 
-from kvledger.audit.checks import auditor as module
+from kvledger.audit.checks import findings as module
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import CATALOGUE, Check, Invariant, Violation, Witness
 from kvledger.audit.events import (
@@ -37,8 +37,8 @@ from kvledger.audit.events import (
     SnapshotRow,
 )
 from kvledger.audit.ledger.ledger import POSTINGS
-from kvledger.audit.ledger.observation import ERRORS_KEPT
 from kvledger.audit.ledger.subjects import Entry
+from kvledger.audit.ledger.sums import ERRORS_KEPT
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
 STALE = altered(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
@@ -144,7 +144,7 @@ def test_findings_are_kept_up_to_a_bound_and_the_rest_counted(monkeypatch: pytes
         stream = events(100, "A64+0 s36 o+ F", request=request)
         auditor.feed_all(altered(stream, LookedUp, step=0, local_tokens=0))
 
-    assert (2, {"tokens/stale-lookup": 3}) == (len(auditor.violations), auditor.not_kept)
+    assert (2, {"tokens/stale-lookup": 3}) == (len(auditor.violations), auditor.findings.not_kept)
 
 
 def test_one_request_may_break_several_invariants():
@@ -201,8 +201,8 @@ def test_the_kinds_of_exceptions_that_are_kept_are_bounded():
     raised = [EngineRaised(0, "m" * 999, f"Error{number}", False) for number in range(99)]
     auditor = audited(raised)
 
-    assert ERRORS_KEPT == len(auditor.ledger.engine_errors)
-    assert all(len(name) < 200 for name in auditor.ledger.engine_errors)
+    assert ERRORS_KEPT == len(auditor.ledger.sums.engine_errors)
+    assert all(len(name) < 200 for name in auditor.ledger.sums.engine_errors)
 
 
 def test_a_trace_that_begins_while_a_request_runs_is_unknown():
@@ -237,7 +237,7 @@ def test_a_check_that_raises_is_counted_and_other_findings_remain(a_check_that_r
     findings: list[Violation] = auditor.feed_all([started(), *STALE])
 
     assert ["tokens/stale-lookup"] == [violation.id for violation in findings]
-    assert {a_check_that_raises: 1} == auditor.check_failures
+    assert {a_check_that_raises: 1} == auditor.findings.check_failures
 
 
 def test_a_check_that_raises_leaves_no_clean_verdict(a_check_that_raises: str):

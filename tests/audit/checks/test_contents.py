@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_found_at_the_next_hit_with_both_requests() -> None:
     assert ("content/changed", [blocks[2]]) == (finding.id, finding.figures["blocks"])
     assert "first" == finding.figures["writer"]
     assert "other bytes in step" in finding.story[-1] and "read by request second" in finding.story[-1]
-    assert 1 == audit.ledger.contents.counts["differed"]
+    assert 1 == audit.ledger.sums.contents["differed"]
 
 
 @violates("content/changed")
@@ -117,8 +117,8 @@ def test_hits_hold_what_was_sealed() -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert 4 == audit.ledger.contents.counts["verified"]
-    assert PROMPT == audit.ledger.contents.counts["tokens"]
+    assert 4 == audit.ledger.sums.contents["verified"]
+    assert PROMPT == audit.ledger.sums.contents["tokens"]
 
 
 @near_miss("content/unsealed-hit")
@@ -129,7 +129,7 @@ def test_a_block_that_another_request_of_the_same_step_computes() -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert 4 == audit.ledger.contents.counts["same_step"]
+    assert 4 == audit.ledger.sums.contents["same_step"]
 
 
 @near_miss("content/unsealed-hit")
@@ -153,7 +153,7 @@ def test_blocks_that_are_allocated_again_get_other_content() -> None:
         driver.run()
 
     assert [] == found(audit)
-    assert not audit.ledger.contents.counts.get("differed")
+    assert not audit.ledger.sums.contents.get("differed")
 
 
 @near_miss("content/changed")
@@ -167,7 +167,7 @@ def test_rejected_drafts_are_written_again(asynchronous: bool) -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert audit.ledger.contents.counts["verified"] >= 3
+    assert audit.ledger.sums.contents["verified"] >= 3
 
 
 def test_an_unknown_layout_is_refused_with_one_sentence() -> None:

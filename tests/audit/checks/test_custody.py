@@ -98,7 +98,7 @@ class Engine:
         for event in self.events:
             auditor.feed(event)
         found = [violation for violation in auditor.violations if violation.id.startswith("content/")]
-        return found, auditor.ledger.custody.counts
+        return found, auditor.ledger.sums.transfers
 
 
 def stored_and_loaded(data: bytes, **options: Any) -> tuple[list[Violation], dict[str, int]]:

@@ -66,7 +66,7 @@ def test_a_wrong_computation_is_a_drift_that_names_both_computations() -> None:
     assert float(drift.figures["distance"]) > 0.5
     assert "computed before in step 1: block" in drift.story[-1]
     assert "clean" == audit.verdict
-    assert (4, 4) == (audit.ledger.sketches.compared, audit.ledger.sketches.differed)
+    assert (4, 4) == (audit.ledger.sums.recomputed.compared, audit.ledger.sums.recomputed.differed)
 
 
 @near_miss("content/recomputed")
@@ -75,8 +75,8 @@ def test_a_computation_in_other_chunks_differs_by_rounding() -> None:
     compute_again(driver)
 
     assert [] == found(audit)
-    assert 4 == audit.ledger.sketches.compared
-    assert 0 < audit.ledger.sketches.largest < 0.02
+    assert 4 == audit.ledger.sums.recomputed.compared
+    assert 0 < audit.ledger.sums.recomputed.largest < 0.02
 
 
 @near_miss("content/recomputed")
@@ -89,7 +89,7 @@ def test_two_requests_compute_one_prompt_in_the_same_step() -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert audit.ledger.sketches.compared >= 8
+    assert audit.ledger.sums.recomputed.compared >= 8
 
 
 def with_failed_load(asynchronous: bool) -> tuple[Any, LiveAudit]:
@@ -124,7 +124,7 @@ def test_a_loaded_block_is_not_compared() -> None:
     compute_again(driver)
 
     assert [] == found(audit)
-    assert 1 == audit.ledger.sketches.compared
+    assert 1 == audit.ledger.sums.recomputed.compared
 
 
 @near_miss("content/recomputed")
@@ -138,7 +138,7 @@ def test_nothing_is_compared_across_a_reset_of_the_prefix_cache() -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert 0 == audit.ledger.sketches.compared
+    assert 0 == audit.ledger.sums.recomputed.compared
 
 
 @near_miss("content/recomputed")
@@ -150,7 +150,7 @@ def test_rejected_drafts_are_computed_again(asynchronous: bool) -> None:
     driver.run()
 
     assert [] == found(audit)
-    assert audit.ledger.sketches.compared >= 2
+    assert audit.ledger.sums.recomputed.compared >= 2
 
 
 def test_without_the_variable_no_sketch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,14 @@ READ_COUNTER = """
 import sys
 from pathlib import Path
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.serialize import capture, restore
 from kvledger.exporters.metrics.table import collect
 
-audit = EngineAudit(Path(sys.argv[1]))
+audit = FollowedAudit(Path(sys.argv[1]))
 with Reader(audit.path) as reader:
     audit.read(reader)
-audit = restore(capture(audit), audit.path)
+audit = restore(capture(audit), FollowedAudit(audit.path))
 found = {metric.name: samples for metric, samples in collect([audit])}
 print(*(sample.value for sample in found["kvledger_admissions"]))
 """

@@ -16,8 +16,9 @@ from kvledger.audit import events as ev
 from kvledger.audit import old_events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
+from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.decode import NewerBatch, UnreadableBatch, decode_batch
-from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.reader import Damage, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths

@@ -12,7 +12,7 @@ from tests import journals
 from tests.audit.journal.test_journal import make_foreign_segments
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.folder import find_journals, host_folders
+from kvledger.audit.journal.catalogue import find_journals, host_folders
 from kvledger.audit.journal.hosts import engine_name, host_of, journal_name, same_place
 from kvledger.audit.journal.listing import facts
 from kvledger.audit.replay.find import journals_at

@@ -27,7 +27,8 @@ from kvledger.audit import old_events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
-from kvledger.audit.journal.folder import find_journals, read, tail
+from kvledger.audit.journal.catalogue import find_journals
+from kvledger.audit.journal.folder import read, tail
 from kvledger.audit.journal.format import is_live
 from kvledger.audit.journal.possible_events import impossible
 from kvledger.audit.journal.reader import Damage, Position, Reader

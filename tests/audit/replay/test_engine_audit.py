@@ -11,7 +11,7 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, Reported, RequestAdded
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.journals import audit_paths, statement, statements
 
 
@@ -59,20 +59,19 @@ def test_an_engine_audit_keeps_no_closed_account(tmp_path: Path) -> None:
     (engine_audit,) = audit_paths([journals.clean(tmp_path / "one")]).engines
 
     assert {} == engine_audit.auditor.ledger.closed
-    assert [] == engine_audit.accounts
 
 
 def test_an_engine_audit_counts_ended_requests_by_verdict_and_outcome(tmp_path: Path) -> None:
     (good,) = audit_paths([journals.clean(tmp_path / "good")]).engines
     (bad,) = audit_paths([journals.violated(tmp_path / "bad")]).engines
 
-    assert {("clean", "stopped"): 1} == good.sums.requests
-    assert {("violated", "stopped"): 1} == bad.sums.requests
+    assert {("clean", "stopped"): 1} == good.journal.requests
+    assert {("violated", "stopped"): 1} == bad.journal.requests
 
 
 def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds for a finding beyond the number of findings that are kept."""
-    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 1)
+    monkeypatch.setattr("kvledger.audit.checks.findings.FINDINGS_KEPT", 1)
     wrong = [
         replace(event, request=request) if isinstance(event, Reported) else event
         for request in range(3)
@@ -82,14 +81,14 @@ def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.
     ]
     (engine_audit,) = audit_paths([journals.write(tmp_path / "bad", wrong)]).engines
 
-    assert {("violated", "stopped"): 3} == engine_audit.sums.requests
+    assert {("violated", "stopped"): 3} == engine_audit.journal.requests
     assert set() == engine_audit.auditor.violating
 
 
 def test_figures_of_closed_accounts_never_fall(tmp_path: Path) -> None:
     """Counters are made of these figures; the test compares them after each event of each golden history."""
     for row in GOLDEN:
-        engine_audit = EngineAudit(tmp_path)
+        engine_audit = FollowedAudit(tmp_path)
         before = (0, 0, 0, 0, 0)
         for number, event in enumerate(row.events()):
             engine_audit.feed(number, event)

@@ -59,7 +59,7 @@ def test_a_journal_without_an_engine_stop_is_unknown_and_its_ended_requests_are_
 
     (audit,) = audit_paths([path]).engines
 
-    assert ("unknown", {("clean", "stopped"): 1}) == (audit.verdict, audit.sums.requests)
+    assert ("unknown", {("clean", "stopped"): 1}) == (audit.verdict, audit.journal.requests)
     assert [LOST] == audit.all_notes
 
 
@@ -83,7 +83,7 @@ def test_removed_last_segments_of_a_stopped_engine_are_found(
 
     (audit,) = audit_paths([path]).engines
 
-    assert ("unknown", {("clean", "stopped"): 3 - len(removed)}) == (audit.verdict, audit.sums.requests)
+    assert ("unknown", {("clean", "stopped"): 3 - len(removed)}) == (audit.verdict, audit.journal.requests)
     assert [LOST] == audit.all_notes
 
 

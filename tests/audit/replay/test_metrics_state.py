@@ -13,14 +13,14 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import EngineStarted, Event, Gap, LookupsCounted, RequestAdded
 from kvledger.audit.replay.distribution import Distribution
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.metrics_state import MetricsState
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def audited(*stream: Event) -> EngineAudit:
-    audit = EngineAudit(Path("nowhere"))
+def audited(*stream: Event) -> FollowedAudit:
+    audit = FollowedAudit(Path("nowhere"))
     for number, event in enumerate([journals.STARTED, *stream]):
         audit.feed(number, event)
     return audit
@@ -154,7 +154,7 @@ def test_a_checkpoint_restores_an_equal_state(row: Any) -> None:
 def test_requests_and_tokens_are_counted_under_the_same_verdicts() -> None:
     for row in GOLDEN:
         audit = audited(*row.events())
-        assert {verdict for verdict, _ in audit.sums.requests} == set(audit.metrics.sequence_tokens)
+        assert {verdict for verdict, _ in audit.journal.requests} == set(audit.metrics.sequence_tokens)
         assert audit.metrics.preempted.observed == audit.closed.requests - audit.closed.unknown_requests
 
 

@@ -140,8 +140,8 @@ def test_a_rotated_journal_is_clean_and_counts_what_it_left_out(tmp_path: Path) 
 
     assert ("clean", []) == (audit.verdict, audit.doubts)
     assert (1, 1) == (totals.began_before, totals.unknown_requests)
-    assert {"clean"} == {verdict for verdict, _ in audit.sums.requests}
-    assert totals.requests - 1 == sum(audit.sums.requests.values())
+    assert {"clean"} == {verdict for verdict, _ in audit.journal.requests}
+    assert totals.requests - 1 == sum(audit.journal.requests.values())
     removed, began = audit.all_notes
     assert removed.startswith("rotation has removed the first ")
     assert "1 request began before the first kept segment, no figure includes them" == began
@@ -162,7 +162,7 @@ def test_the_report_of_a_rotated_journal_counts_what_it_left_out(tmp_path: Path)
 
 def test_a_sidecar_that_starts_on_a_rotated_journal_counts_no_loss(tmp_path: Path) -> None:
     path = rotated(tmp_path / "engine")
-    (whole,) = audit_paths([path]).engines
+    (whole,) = journals.followed_audits(path)
     follower = Follower(path)
     follower.catch_up()
     (audit,) = follower.audits
@@ -174,7 +174,7 @@ def test_a_sidecar_that_starts_on_a_rotated_journal_counts_no_loss(tmp_path: Pat
         audit.metrics.gaps_of_unknown_size,
         audit.metrics.lost_events,
     )
-    assert whole.sums.requests == audit.sums.requests
+    assert whole.journal.requests == audit.journal.requests
     assert {"clean"} == set(audit.metrics.sequence_tokens)
 
 
@@ -201,7 +201,7 @@ def test_a_removed_segment_in_the_middle_is_a_loss(tmp_path: Path, place: int) -
     numbers = list(seg.segments(path))
     (path / seg.segment_name(numbers[place])).unlink()
 
-    (audit,) = audit_paths([path]).engines
+    (audit,) = journals.followed_audits(path)
 
     assert "unknown" == audit.verdict
     assert "events were lost once" in audit.doubts
@@ -226,7 +226,7 @@ def test_every_single_segment_of_a_journal_is_clean(tmp_path: Path) -> None:
 
 def test_a_request_that_began_before_counts_in_the_window_of_its_end_only(tmp_path: Path) -> None:
     path = rotated(tmp_path / "engine")
-    (began,) = (audit.began_seconds for audit in audit_paths([path]).engines)
+    (began,) = (audit.began_seconds for audit in journals.followed_audits(path))
     assert began is not None
     counts = [
         audit_paths([path], window=Window(BEGAN + hour * HOUR, BEGAN + (hour + 1) * HOUR)).totals.began_before

@@ -24,17 +24,19 @@ from kvledger.audit.journal.folder import read
 from kvledger.audit.ledger.blocks.ledger import BlockLedger
 from kvledger.audit.ledger.ledger import Ledger
 from kvledger.audit.replay import serialize
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.recorded_events import RecordedEvents
 
 PATH = Path("engine")
 BEGINNING: list[Event] = [journals.STARTED, Snapshot(0, 0, [], 0)]
 NOT_CARRIED = {
-    EngineAudit: {
+    FollowedAudit: {
         "path",
-        "accounts",
-        "_keep",
-        "_reconciles",
+        "window",
+        "observers",
+        "event",
+        "_handlers",
+        "on_event",
         "on_closed",
         "on_violation",
         "engine_counters",
@@ -43,7 +45,7 @@ NOT_CARRIED = {
         "workers",
     },
     Auditor: {"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"},
-    Ledger: {"keep_closed", "watch", "entries"},
+    Ledger: {"keep_closed", "watch", "counted", "entries"},
     BlockLedger: {"findings", "accounts", "refilled"},
     RecordedEvents: {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"},
     RecentCounts: {"_changes", "_dropped", "_order"},
@@ -76,38 +78,43 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
     return type(value).__name__, held
 
 
+def whole_picture(audit: FollowedAudit) -> Any:
+    """The picture of an audit and of what its observers save."""
+    return picture(audit), [picture(one.saved) for one in audit.observers]
+
+
 def fields(value: Any) -> Iterator[Any]:
     names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else value._fields
     return (getattr(value, name) for name in names)
 
 
-def audit_after(events: Sequence[Event], audit: EngineAudit | None = None, first: int = 0) -> EngineAudit:
-    audit = audit or EngineAudit(PATH)
+def audit_after(events: Sequence[Event], audit: FollowedAudit | None = None, first: int = 0) -> FollowedAudit:
+    audit = audit or FollowedAudit(PATH)
     for number, event in enumerate(events, first):
         audit.feed(number, event)
-    audit.sums.events += len(events)
+    audit.journal.events += len(events)
     return audit
 
 
 def assert_restored_audit_continues(events: Sequence[Event], cut: int) -> None:
     """An audit restored at ``cut`` ends equal to an uninterrupted one and returns each finding once."""
-    uninterrupted = EngineAudit(PATH)
+    uninterrupted = FollowedAudit(PATH)
     audit_after(events[:cut], uninterrupted)
-    restored = serialize.restore(serialize.capture(uninterrupted), PATH)
-    assert picture(uninterrupted) == picture(restored)
+    restored = serialize.restore(serialize.capture(uninterrupted), FollowedAudit(PATH))
+    assert whole_picture(uninterrupted) == whole_picture(restored)
 
     for number, event in enumerate(events[cut:], cut):
         assert uninterrupted.feed(number, event) == restored.feed(number, event)
     for audit in (uninterrupted, restored):
-        audit.sums.events += len(events) - cut
+        audit.journal.events += len(events) - cut
 
-    assert picture(uninterrupted) == picture(restored)
+    assert whole_picture(uninterrupted) == whole_picture(restored)
     assert uninterrupted.auditor.violations == restored.auditor.violations
     assert uninterrupted.auditor.ledger.totals() == restored.auditor.ledger.totals()
     assert open_accounts(uninterrupted) == open_accounts(restored)
 
 
-def open_accounts(audit: EngineAudit) -> list[Any]:
+def open_accounts(audit: FollowedAudit) -> list[Any]:
     return [account.freeze() for account in audit.auditor.ledger.open.values()]
 
 
@@ -156,18 +163,18 @@ def test_a_finding_made_before_a_restore_is_a_repeat_after_it() -> None:
     """Otherwise the finding would be returned twice."""
     events = [*BEGINNING, *miscounted(journals.titled("cold prompt").events(), 0, 1)]
     expected = audit_after(events).auditor.violations
-    audit = EngineAudit(PATH)
+    audit = FollowedAudit(PATH)
     returned = []
     for number, event in enumerate(events):
         returned += audit.feed(number, event)
-        audit = serialize.restore(serialize.capture(audit), PATH)
+        audit = serialize.restore(serialize.capture(audit), FollowedAudit(PATH))
 
     assert [violation.id for violation in expected] == [violation.id for violation in returned]
 
 
 def test_every_attribute_is_carried_or_listed_as_not_carried() -> None:
     """A new attribute of these classes must be carried, or added to ``NOT_CARRIED``."""
-    for kind, instance in ((EngineAudit, EngineAudit(PATH)), (Auditor, Auditor()), (Ledger, Ledger())):
+    for kind, instance in ((FollowedAudit, FollowedAudit(PATH)), (Auditor, Auditor()), (Ledger, Ledger())):
         assert set(vars(instance)) == set(serialize.attributes(kind)) | NOT_CARRIED[kind]
 
 
@@ -180,42 +187,42 @@ class Sums(msgspec.Struct):
 
 def test_a_struct_attribute_of_an_engine_audit_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A struct of any class is carried; its class need not be registered."""
-    constructor = EngineAudit.__init__
+    constructor = FollowedAudit.__init__
 
-    def extended(self: EngineAudit, *args: Any, **kwargs: Any) -> None:
+    def extended(self: FollowedAudit, *args: Any, **kwargs: Any) -> None:
         constructor(self, *args, **kwargs)
-        self.sums = Sums()  # type: ignore[attr-defined]
+        self.extra = Sums()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(EngineAudit, "__init__", extended)
+    monkeypatch.setattr(FollowedAudit, "__init__", extended)
     monkeypatch.setattr(serialize, "attributes", serialize.attributes.__wrapped__)
     monkeypatch.setattr(serialize, "layout", serialize.layout.__wrapped__)
-    audit: Any = EngineAudit(PATH)
-    audit.sums.waits["a", "b"] = 7
-    audit.sums.buckets += [0.5, 2.0]
+    audit: Any = FollowedAudit(PATH)
+    audit.extra.waits["a", "b"] = 7
+    audit.extra.buckets += [0.5, 2.0]
 
-    restored: Any = serialize.restore(serialize.capture(audit), PATH)
+    restored: Any = serialize.restore(serialize.capture(audit), FollowedAudit(PATH))
 
-    assert Sums({("a", "b"): 7}, [0.5, 2.0]) == restored.sums
+    assert Sums({("a", "b"): 7}, [0.5, 2.0]) == restored.extra
 
 
 def test_an_object_that_cannot_be_captured_is_refused_by_name() -> None:
-    audit = EngineAudit(PATH)
-    audit.notes.append(cast("str", object()))
+    audit = FollowedAudit(PATH)
+    audit.series = cast("str", object())
 
     with pytest.raises(TypeError, match=r"can't hold a builtins\.object"):
         serialize.capture(audit)
 
 
 def test_another_layout_is_distinguished_from_damage() -> None:
-    data = msgspec.msgpack.encode(["0.00000000", []])
+    data = msgspec.msgpack.encode(["0.00000000", [], {}])
     with pytest.raises(serialize.OtherLayout):
-        serialize.restore(data, PATH)
+        serialize.restore(data, FollowedAudit(PATH))
 
 
 @given(st.binary(max_size=40))
 def test_random_bytes_are_damage(noise: bytes) -> None:
     with pytest.raises(LedgerError):
-        serialize.restore(noise, PATH)
+        serialize.restore(noise, FollowedAudit(PATH))
 
 
 @given(st.data())
@@ -225,6 +232,6 @@ def test_a_state_that_was_tampered_with_is_refused_or_read(data: st.DataObject) 
     position = data.draw(st.integers(0, len(good) - 1))
     bad = good[:position] + data.draw(st.binary(min_size=1, max_size=3)) + good[position + 1 :]
     try:
-        serialize.restore(bad, PATH)
+        serialize.restore(bad, FollowedAudit(PATH))
     except LedgerError as error:
         assert "\n" not in str(error)

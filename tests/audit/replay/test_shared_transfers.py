@@ -60,8 +60,8 @@ Written = Callable[..., tuple[list[Violation], dict[str, int]]]
 
 def audited(*places: Path) -> tuple[list[Violation], dict[str, int]]:
     """The findings about contents, and the counts of the last engine."""
-    audit = audit_paths(places, with_metrics=False)
-    counts = audit.engines[-1].auditor.ledger.custody.counts
+    audit = audit_paths(places)
+    counts = audit.engines[-1].auditor.ledger.sums.transfers
     found = [each for each in audit.violations if each.id.startswith("content/")]
     return found, {name: count for name, count in counts.items() if count}
 
@@ -83,7 +83,7 @@ def test_other_bytes_than_another_engine_stored_are_a_finding(tmp_path: Path) ->
     assert ("content/transfer", "violation") == (found.id, found.severity)
     assert (([1], "values"), 1) == ((found.figures["layers"], found.figures["part"]), found.step)
     assert "held KV of request r0 in vllm 0.32.0 pid 4000" in found.message
-    assert "violated" == audit_paths(places, with_metrics=False).verdict
+    assert "violated" == audit_paths(places).verdict
 
 
 def test_a_report_has_the_verdict_of_the_audit(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests import journals
 from tests import simulated_trace as traces
 from tests.simulated import Mix
 
-from kvledger.audit.checks import auditor
+from kvledger.audit.checks import findings
 from kvledger.audit.events import Event, Reported
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.reader import Reader
@@ -21,8 +21,8 @@ from kvledger.audit.replay import journals as split_journals
 from kvledger.audit.replay import split
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, _piece, _replay, audit_paths
+from kvledger.audit.replay.observers import KeptAccounts, Lost, Reconciled, Steps
 from kvledger.audit.replay.parallel import here
-from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.exporters.facts import dataset
 from kvledger.exporters.reports import html_data
 from kvledger.exporters.reports.audit import as_json, report
@@ -33,6 +33,7 @@ from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 
 SEGMENT = 60_000
+OBSERVERS = (Reconciled, Lost, Steps)
 MIX = Mix(running=24, waiting=6, median_output=40)
 
 
@@ -51,13 +52,13 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def whole(journal: Path) -> EngineAudit:
-    return _replay(journal, keep=False, watch=None, window=EVERYTHING, with_metrics=False, with_costs=True)
+    return _replay(journal, observers=OBSERVERS)
 
 
 def in_parts(journal: Path, parts: int) -> EngineAudit | None:
     cut = split.spans(journal, parts, worth_bytes=0)
     assert parts == len(cut)
-    return split.joined([_piece(span, with_costs=True) for span in cut])
+    return split.joined([_piece(span, observers=OBSERVERS) for span in cut])
 
 
 def as_report(audit: EngineAudit) -> str:
@@ -113,33 +114,33 @@ def test_a_page_by_several_processes_is_that_of_one(
     assert html(one) == html(several)
 
 
-def test_an_audit_for_accounts_only_has_the_totals_and_costs_of_a_full_one_and_judges_nothing(
+def test_an_audit_that_checks_nothing_has_the_totals_and_costs_of_a_full_one_and_judges_nothing(
     journal: Path,
 ) -> None:
     full = whole(journal)
-    fast = EngineAudit(journal, with_metrics=False, with_costs=True, accounts_only=True)
+    fast = EngineAudit(journal, [Lost], invariants=())
     with Reader(journal) as reader:
         fast.read(reader)
 
     assert full.totals() == fast.totals()
-    assert full.sums.costs == fast.sums.costs
+    assert full.of(Lost).sums == fast.of(Lost).sums
     assert full.violations
     assert not fast.violations
-    assert not fast.sums.reconciliation.settled
 
 
 def test_an_audit_that_times_no_steps_has_the_same_lost_tokens_and_no_engine_time(journal: Path) -> None:
     timed = whole(journal)
-    (untimed,) = audit_paths([journal], with_metrics=False, with_costs=True, times_steps=False).engines
+    (untimed,) = audit_paths([journal], (Lost,)).engines
 
-    assert timed.sums.costs == untimed.sums.costs
+    assert timed.of(Lost).sums == untimed.of(Lost).sums
     assert timed.violations == untimed.violations
-    assert 0 == untimed.step_times.busy_us < timed.step_times.busy_us
+    assert untimed.observer(Steps) is None
+    assert 0 < timed.of(Steps).sums.busy_us
 
 
 def test_each_request_belongs_to_one_span(journal: Path) -> None:
     def ids(span: split.Span) -> list[str]:
-        audit = EngineAudit(span.path, keep=True, with_metrics=False)
+        audit = EngineAudit(span.path, (KeptAccounts,))
         return [one.request_id for some in split.SpanAudit(audit, span).accounts() for one in some]
 
     found = [name for span in split.spans(journal, 3, worth_bytes=0) for name in ids(span)]
@@ -148,7 +149,7 @@ def test_each_request_belongs_to_one_span(journal: Path) -> None:
 
 
 def test_another_state_at_the_hand_over_is_noticed(journal: Path) -> None:
-    first, second = (_piece(span, with_costs=True) for span in split.spans(journal, 2, worth_bytes=0))
+    first, second = (_piece(span, observers=OBSERVERS) for span in split.spans(journal, 2, worth_bytes=0))
 
     assert split.joined([first, split.Piece(second.audit, b"other", second.end)]) is None
     assert split.joined([split.Piece(first.audit, first.begin, b""), second]) is None
@@ -177,14 +178,14 @@ def test_findings_are_those_of_one_replay(tmp_path: Path, monkeypatch: pytest.Mo
 
     real_write = JournalWriter.write
     monkeypatch.setattr(JournalWriter, "write", write)
-    monkeypatch.setattr(auditor, "FINDINGS_KEPT", 30)
+    monkeypatch.setattr(findings, "FINDINGS_KEPT", 30)
     journal = cut_trace(tmp_path / "engine-0")
 
     one, joined = whole(journal), in_parts(journal, 3)
 
     assert joined is not None
-    assert "violated" == one.verdict and one.auditor.not_kept
-    assert one.auditor.not_kept == joined.auditor.not_kept
+    assert "violated" == one.verdict and one.auditor.findings.not_kept
+    assert one.auditor.findings.not_kept == joined.auditor.findings.not_kept
     assert one.sums == joined.sums
     assert as_report(one) == as_report(joined)
 

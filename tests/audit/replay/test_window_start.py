@@ -18,6 +18,7 @@ from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.audit.replay.window_start import skip_to_window
 from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import replayed
@@ -47,12 +48,12 @@ def late(journal: Path, share: float, length: float = 1.0) -> Window:
 
 
 def start_of(journal: Path, window: Window) -> Position | None:
-    return skip_to_window(EngineAudit(journal, window=window, with_metrics=False))
+    return skip_to_window(EngineAudit(journal, window=window))
 
 
 def answers(journal: Path, window: Window) -> Any:
     """What audit, why and report say. Seconds come from a model of the steps that were read."""
-    audit = audit_paths([journal], window=window, with_metrics=False, with_costs=True)
+    audit = audit_paths([journal], (Lost, Steps), window=window)
     page = html_data.gather([journal], window=window)
     said = json.loads(as_json(report(audit, costs_of(audit.engines))))
     del said["journals"][0]["events"]  # as many as were read
@@ -106,7 +107,9 @@ def segments_with(running: list[list[int]], folder: Path, level: str = "tokens")
     return folder
 
 
-def test_all_is_read_at_level_blocks_for_metrics_with_workers_and_without_a_window(tmp_path: Path) -> None:
+def test_all_is_read_with_blocks_watched_requests_or_workers_and_without_a_window(
+    tmp_path: Path,
+) -> None:
     blocks = segments_with([[], []], tmp_path / "engine-0", level="blocks")
     folder = segments_with([[], []], tmp_path / "tokens" / "engine-1")
     window = Window(journals.STARTED.began_seconds + 1.0)
@@ -114,7 +117,7 @@ def test_all_is_read_at_level_blocks_for_metrics_with_workers_and_without_a_wind
     assert start_of(folder, window) is not None
     assert start_of(blocks, window) is None
     assert start_of(folder, Window(None, window.since)) is None
-    assert skip_to_window(EngineAudit(folder, window=window)) is None
+    assert skip_to_window(EngineAudit(folder, window=window, watch=lambda _: True)) is None
     (folder.parent / "worker-1").mkdir()
     assert start_of(folder, window) is None
 
@@ -122,7 +125,7 @@ def test_all_is_read_at_level_blocks_for_metrics_with_workers_and_without_a_wind
 def test_a_drift_that_goes_on_is_in_each_window_in_which_it_was_found(journal: Path) -> None:
     """Drifts are kept once for an engine, as they were found first."""
     windows = late(journal, 0.2, 0.3), late(journal, 0.5)
-    kept = [audit_paths([journal], window=window, with_metrics=False).violations for window in windows]
+    kept = [audit_paths([journal], window=window).violations for window in windows]
     requests = [{one.id: one.request for one in several} for several in kept]
 
     both = requests[0].keys() & requests[1].keys()

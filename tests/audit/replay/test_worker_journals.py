@@ -23,7 +23,7 @@ from kvledger.audit.events import (
     Snapshot,
     WorkerStepped,
 )
-from kvledger.audit.journal.folder import find_journals
+from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import checkpoint, worker_journals
@@ -165,10 +165,10 @@ def test_a_restarted_follower_audits_each_step_of_a_worker_once(tmp_path: Path):
 
     whole = audit_paths([tmp_path]).engines[0]
     followed = follower.journals["engine-1-7-0"].engine_audit
-    assert whole.auditor.ledger.contents.counts == followed.auditor.ledger.contents.counts
-    assert (12, 8) == tuple(whole.auditor.ledger.contents.counts[name] for name in ("sealed", "compared"))
-    assert whole.auditor.ledger.engine_errors == followed.auditor.ledger.engine_errors
-    assert 2 == sum(followed.auditor.ledger.engine_errors.values())
+    assert whole.auditor.ledger.sums.contents == followed.auditor.ledger.sums.contents
+    assert (12, 8) == tuple(whole.auditor.ledger.sums.contents[name] for name in ("sealed", "compared"))
+    assert whole.auditor.ledger.sums.engine_errors == followed.auditor.ledger.sums.engine_errors
+    assert 2 == sum(followed.auditor.ledger.sums.engine_errors.values())
     assert whole.totals() == followed.totals()
 
 
@@ -209,7 +209,7 @@ def test_transfers_of_a_worker_are_read_with_its_engines(tmp_path: Path):
 
     (audited,) = audit_paths([tmp_path]).engines
 
-    assert {"unmatched": 1} == audited.auditor.ledger.custody.counts
+    assert {"unmatched": 1} == audited.auditor.ledger.sums.transfers
 
 
 @pytest.mark.parametrize("first", [3, -1])

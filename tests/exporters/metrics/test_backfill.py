@@ -14,7 +14,6 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import CacheReset
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.metrics import backfill
 from kvledger.exporters.metrics.table import collect
 
@@ -55,7 +54,7 @@ def test_the_file_is_valid_and_ends_with_the_sums_of_the_audit(tmp_path: Path) -
     series = exported(tmp_path / "trace")
     audited = sum(
         float(sample.value)
-        for metric, samples in collect(audit_paths([tmp_path / "trace"]).engines)
+        for metric, samples in collect(journals.followed_audits(tmp_path / "trace"))
         if metric.name == "kvledger_prompt_tokens"
         for sample in samples
         if isinstance(sample.value, int | float)
@@ -105,7 +104,7 @@ def test_a_label_that_is_none_is_one_sentence() -> None:
 @pytest.mark.programs
 def test_a_prometheus_shows_the_past(tmp_path: Path) -> None:
     folder = history.trace(tmp_path / "trace")
-    totals = audit_paths([folder]).engines
+    totals = journals.followed_audits(folder)
     with history.served(tmp_path, folder) as (server, end):
         ask = {
             source: server.series(f'sum(kvledger_prompt_tokens_total{{source="{source}"}} @ {end})')[0][1]

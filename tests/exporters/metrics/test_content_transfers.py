@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from kvledger.audit.ledger.sums import LedgerSums
 from kvledger.exporters.metrics.values import content_transfers
 
 
 def series(counts: Mapping[str, int], *, watches: bool = True) -> dict[str, float]:
-    ledger = SimpleNamespace(
-        contents=SimpleNamespace(watches=watches), custody=SimpleNamespace(counts=dict(counts))
-    )
-    audit: Any = SimpleNamespace(auditor=SimpleNamespace(ledger=ledger))
+    sums = LedgerSums(watches=int(watches), transfers=dict(counts))
+    audit: Any = SimpleNamespace(auditor=SimpleNamespace(ledger=SimpleNamespace(sums=sums)))
     return {event: value for (event,), value in content_transfers(audit)}
 
 

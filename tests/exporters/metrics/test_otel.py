@@ -19,7 +19,7 @@ from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Gap, RequestAdded, Setting, Snapshot
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics import otel
 from kvledger.exporters.metrics.otel import Telemetry, attach_telemetry, protocol, wanted
 from kvledger.exporters.metrics.table import GROUPS, METRICS
@@ -37,8 +37,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def started(*, at: float | None = None, configuration: dict[str, Setting] | None = None) -> EngineAudit:
-    engine_audit = EngineAudit(Path("engine-1"))
+def started(*, at: float | None = None, configuration: dict[str, Setting] | None = None) -> FollowedAudit:
+    engine_audit = FollowedAudit(Path("engine-1"))
     configuration = {"model": "tiny", **(configuration or {})}
     began = replace(journals.STARTED, wall_seconds=at or time.time(), configuration=configuration)
     for number, event in enumerate((began, Snapshot(0, 0, [], 0))):
@@ -46,7 +46,7 @@ def started(*, at: float | None = None, configuration: dict[str, Setting] | None
     return engine_audit
 
 
-def feed(engine_audit: EngineAudit, stream: list[Event], first: int = 2) -> None:
+def feed(engine_audit: FollowedAudit, stream: list[Event], first: int = 2) -> None:
     for number, event in enumerate(stream, first):
         engine_audit.feed(number, event)
 
@@ -59,7 +59,7 @@ def called(stream: list[Event], flags: str = "01") -> list[Event]:
 
 
 def received_from(
-    engine_audit: EngineAudit, stream: list[Event], monkeypatch: pytest.MonkeyPatch, **variables: str
+    engine_audit: FollowedAudit, stream: list[Event], monkeypatch: pytest.MonkeyPatch, **variables: str
 ) -> Received:
     """What an HTTP receiver got while an audit was fed a stream."""
     with http_receiver() as (endpoint, received):

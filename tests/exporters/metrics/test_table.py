@@ -22,8 +22,7 @@ from kvledger.audit.events import Census, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.distribution import Exemplar
-from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.followed_audit import FollowedAudit, folded
 from kvledger.audit.replay.metrics_state import MOST_VALUES, MetricsState
 from kvledger.exporters.metrics import prometheus, table
 from kvledger.exporters.metrics.table import METRICS
@@ -33,13 +32,13 @@ from kvledger.exporters.reports.summary import summarize
 ROOT = Path(__file__).parents[3]
 
 
-def scraped(audits: list[EngineAudit], *, created: bool = False) -> CollectorRegistry:
+def scraped(audits: list[FollowedAudit], *, created: bool = False) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(prometheus.AuditCollector(lambda: audits, threading.Lock(), created=created))
     return registry
 
 
-def values(audits: list[EngineAudit]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def values(audits: list[FollowedAudit]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in scraped(audits).collect()
@@ -58,14 +57,14 @@ def test_names_are_well_formed() -> None:
 
 
 def test_every_sample_has_its_labels(tmp_path: Path) -> None:
-    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = journals.followed_audits(journals.violated(tmp_path / "one"))
     for metric in METRICS:
         for sample in metric.read(audits):
             assert len(metric.labels) == len(sample.labels), metric.name
 
 
 def test_the_exposition_matches_the_table(tmp_path: Path) -> None:
-    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = journals.followed_audits(journals.violated(tmp_path / "one"))
     text = generate_latest(scraped(audits)).decode()
 
     for line in (
@@ -81,14 +80,14 @@ def test_the_exposition_matches_the_table(tmp_path: Path) -> None:
         assert f"# TYPE {metric.exposed} {kind}" in text
 
 
-def started(*stream: Event) -> EngineAudit:
-    engine_audit = EngineAudit(Path("nowhere"))
+def started(*stream: Event) -> FollowedAudit:
+    engine_audit = FollowedAudit(Path("nowhere"))
     for number, event in enumerate([journals.STARTED, Snapshot(0, 0, [], 0), *stream]):
         engine_audit.feed(number, event)
     return engine_audit
 
 
-def labelled(audits: list[EngineAudit], name: str, *labels: str) -> dict[tuple[str, ...], float]:
+def labelled(audits: list[FollowedAudit], name: str, *labels: str) -> dict[tuple[str, ...], float]:
     """The samples of one metric by the values of these labels."""
     family = {metric.exposed: metric for metric in METRICS}[name]
     assert set(labels) <= set(family.labels)
@@ -119,7 +118,7 @@ def test_every_invariant_starts_at_zero_with_its_severity() -> None:
 
 def test_requests_with_a_label_have_the_figures_of_the_summary(tmp_path: Path) -> None:
     path = labelled_trace(tmp_path / "trace")
-    audits = audit_paths([path]).engines
+    audits = journals.followed_audits(path)
     rows = {
         by: {row.group: row for row in summarize([path], by)} for by in ("lora", "group", "priority", "salt")
     }
@@ -190,7 +189,7 @@ def test_the_state_of_an_engine(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path / "live")
     writer.rotate()
     writer.write([journals.STARTED, Snapshot(0, 0, [], 0)])
-    engine_audit = EngineAudit(tmp_path / "live")
+    engine_audit = FollowedAudit(tmp_path / "live")
     with Reader(engine_audit.path) as reader:
         engine_audit.read(reader)
     reasons = {"shutdown": "stopped", "detached": "detached", "the observer of x kept failing": "failed"}
@@ -208,15 +207,15 @@ def test_the_state_of_an_engine(tmp_path: Path) -> None:
 
 def beside(
     folder: Path, stream: list[Event], *, wall_seconds: float = 1.7e9
-) -> tuple[JournalWriter, EngineAudit]:
+) -> tuple[JournalWriter, FollowedAudit]:
     """An engine that runs, under the name that others have too; its audit up to now."""
     writer = JournalWriter(folder)
     writer.rotate()
     writer.write([replace(journals.STARTED, wall_seconds=wall_seconds), Snapshot(0, 0, [], 0), *stream])
-    return writer, read_again(EngineAudit(folder))
+    return writer, read_again(FollowedAudit(folder))
 
 
-def read_again(engine_audit: EngineAudit) -> EngineAudit:
+def read_again(engine_audit: FollowedAudit) -> FollowedAudit:
     with Reader(engine_audit.path) as reader:
         engine_audit.read(reader)
     return engine_audit
@@ -266,10 +265,11 @@ def test_an_engine_that_was_replaced_has_no_part_in_gauges(tmp_path: Path) -> No
 def test_times_of_engines_that_share_an_audit_are_those_of_their_clocks(tmp_path: Path) -> None:
     """Also if the engine that began first is added last."""
     for turn in (1, -1):
-        sums = EngineAudit(Path("sums"))
+        sums: FollowedAudit | None = None
         for began in (1.7e9, 1.7e9 + 1000)[::turn]:
             journal = journals.violated(tmp_path / f"{turn}-{began}", wall_seconds=began)
-            sums.absorb(read_again(EngineAudit(journal)))
+            sums = folded("sums", read_again(FollowedAudit(journal)), sums)
+        assert sums is not None
         last = 1.7e9 + 1000 + 1  # it stopped after a second
         assert {(): last} == labelled([sums], "kvledger_last_event_timestamp_seconds")
         assert sums.engine is not None
@@ -292,7 +292,7 @@ def test_audited_tokens_by_verdict() -> None:
 
 
 def test_an_unnamed_journal_is_counted_and_has_no_other_series() -> None:
-    engine_audit = EngineAudit(Path("nowhere"))
+    engine_audit = FollowedAudit(Path("nowhere"))
     engine_audit.feed(0, Gap(0, -1, "x"))
 
     assert {(): 1.0} == labelled([engine_audit], "kvledger_unnamed_journals")
@@ -300,7 +300,7 @@ def test_an_unnamed_journal_is_counted_and_has_no_other_series() -> None:
 
 
 def test_openmetrics_parse_with_created_times_and_exemplars(tmp_path: Path) -> None:
-    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = journals.followed_audits(journals.violated(tmp_path / "one"))
     samples = {
         (sample.name, tuple(sample.labels.get(label, "") for label in ("id", "source", "le"))): sample
         for family in parse(openmetrics(scraped(audits, created=True)).decode())
@@ -328,7 +328,7 @@ def test_an_exemplar_is_never_longer_than_openmetrics_allows() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")
 def test_promtool_accepts_the_exposition(tmp_path: Path) -> None:
-    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = journals.followed_audits(journals.violated(tmp_path / "one"))
     text = generate_latest(scraped(audits))
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
 
@@ -336,26 +336,26 @@ def test_promtool_accepts_the_exposition(tmp_path: Path) -> None:
 
 
 def test_no_label_holds_a_request_id(tmp_path: Path) -> None:
-    audits = audit_paths([journals.violated(tmp_path / "one")]).engines
+    audits = journals.followed_audits(journals.violated(tmp_path / "one"))
 
     assert b"request-0" not in generate_latest(scraped(audits))
 
 
 def test_work_sums_to_what_was_scheduled(tmp_path: Path) -> None:
     journals.golden(tmp_path)
-    audit = audit_paths([tmp_path])
-    samples = values(audit.engines)
+    audits = journals.followed_audits(tmp_path)
+    samples = values(audits)
 
     work = sum(value for (name, _), value in samples.items() if name == "kvledger_work_tokens_total")
 
-    assert audit.totals.scheduled == work
+    assert sum(audit.totals().scheduled for audit in audits) == work
 
 
 def test_counters_never_fall(tmp_path: Path) -> None:
     """Scraped after every event of every golden history, including rejected drafts."""
     kinds = {metric.exposed: metric.kind for metric in METRICS}
     for row in GOLDEN:
-        engine_audit = EngineAudit(tmp_path)
+        engine_audit = FollowedAudit(tmp_path)
         before: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for number, event in enumerate([journals.STARTED, *row.events()]):
             engine_audit.feed(number, event)
@@ -367,8 +367,8 @@ def test_counters_never_fall(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_name_are_summed(tmp_path: Path) -> None:
-    audits = audit_paths([journals.clean(tmp_path / "a")]).engines
-    audits += audit_paths([journals.clean(tmp_path / "b")]).engines
+    audits = journals.followed_audits(journals.clean(tmp_path / "a"))
+    audits += journals.followed_audits(journals.clean(tmp_path / "b"))
     labels = {"engine": "vllm / engine 0", "source": "external"}
 
     assert 208 == scraped(audits).get_sample_value("kvledger_prompt_tokens_total", labels)

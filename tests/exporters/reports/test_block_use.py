@@ -10,7 +10,6 @@ from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.command_line import exit_code
 
-from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.metrics.table import METRICS
 from kvledger.exporters.reports.html_data import gather
 from kvledger.exporters.reports.html_page import html
@@ -65,7 +64,7 @@ def test_the_tables_have_stays_and_seconds(journal: Path) -> None:
 
 
 def test_metrics_have_the_states_and_the_evictions(journal: Path, tmp_path: Path) -> None:
-    audits = audit_paths([journal]).engines
+    audits = journals.followed_audits(journal)
     samples = {
         (metric.name, sample.labels[1:]): sample.value
         for metric in METRICS
@@ -78,7 +77,7 @@ def test_metrics_have_the_states_and_the_evictions(journal: Path, tmp_path: Path
     assert 0 == samples["kvledger_evicted_blocks", ("yes",)]
     assert 1 == samples["kvledger_block_lifetime_seconds", ()].observed
 
-    silent = audit_paths([journals.clean(tmp_path / "tokens")]).engines
+    silent = journals.followed_audits(journals.clean(tmp_path / "tokens"))
     names = {metric.name for metric in METRICS for _ in metric.read(silent)}
     assert not any("block" in name for name in names), "level tokens knows nothing of blocks"
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvledger.audit.analysis.costs import LostWork, MoreBlocks
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.exporters.reports import conclusions as rules
 from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, concluded, conclusions
@@ -177,7 +178,7 @@ def test_block_events_say_how_many_more_blocks_would_have_avoided_rework(tmp_pat
         packed.extractall(tmp_path)
     folder = tmp_path / "scheduler-0.32.0-blocks"
 
-    audited = audit_paths([folder], with_metrics=False, with_costs=True)
+    audited = audit_paths([folder], (Lost, Steps))
     sentences = concluded(report(audited, costs_of(audited.engines))).conclusions
 
     assert sentences[0].endswith("21 % more blocks would have avoided 94.6 % of them.")

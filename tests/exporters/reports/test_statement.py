@@ -12,6 +12,7 @@ from tests.histories import events
 from kvledger.audit.events import RequestAdded
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import RequestStatement, statement
+from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.reports.statement import render
 
 
@@ -51,10 +52,10 @@ def test_entries_of_several_days_have_the_date_each(tmp_path: Path) -> None:
 
 
 def test_entries_have_seconds_where_no_engine_was_seen_to_start(tmp_path: Path) -> None:
-    audit = EngineAudit(tmp_path, watch=lambda _: True)
+    audit = EngineAudit(tmp_path, [KeptAccounts], watch=lambda _: True)
     for number, event in enumerate(events(10, "A0+0 s10 o+ F")):
         audit.feed(number, event)
-    shown = text(render(RequestStatement(audit, audit.accounts[0])))
+    shown = text(render(RequestStatement(audit, audit.of(KeptAccounts).sums[0])))
 
     assert "no.  seconds  step" in shown
     assert "UTC" not in shown

@@ -13,6 +13,7 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.reports.summary import ALL, as_csv, summarize
 from kvledger.exporters.trace.groups import NO_MATCH
 
@@ -48,7 +49,7 @@ def test_groups_add_up(golden: Path, by: str) -> None:
 
 def test_a_pattern_names_its_groups(tmp_path: Path) -> None:
     journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"))
-    name = next(iter(audit_paths([tmp_path], keep=True).engines[0].accounts)).request_id
+    name = next(iter(audit_paths([tmp_path], (KeptAccounts,)).engines[0].of(KeptAccounts).sums)).request_id
 
     assert [name[:3], ALL] == [row.group for row in summarize([tmp_path], f"^({name[:3]}).*")]
     assert [name, ALL] == [row.group for row in summarize([tmp_path], "^.*$")]

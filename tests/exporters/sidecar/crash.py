@@ -33,7 +33,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Snapshot
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics.prometheus import AuditCollector
 
 PROGRAM = (
@@ -216,7 +216,7 @@ def scrape(url: str) -> dict[Key, float] | None:
     }
 
 
-def counted(audits: list[EngineAudit]) -> dict[Key, float]:
+def counted(audits: list[FollowedAudit]) -> dict[Key, float]:
     """The same figures of audits in this process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AuditCollector(lambda: audits, threading.Lock(), created=True))

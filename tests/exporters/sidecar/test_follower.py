@@ -25,6 +25,7 @@ from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import frame, header
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.replay import checkpoint, serialize
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics.labels import engine_label
 from kvledger.exporters.sidecar import follower as follower_module
 from kvledger.exporters.sidecar.follower import Follower
@@ -109,7 +110,7 @@ def test_a_journal_with_much_to_read_leaves_others_their_turn(tmp_path: Path) ->
             for _ in range(3):
                 engine.serve()
         follower.poll(seconds=0)
-        read = [journal.engine_audit.sums.events for journal in follower.journals.values()]
+        read = [journal.engine_audit.journal.events for journal in follower.journals.values()]
         assert 2 == len(read) and all(read)
         assert all(journal.behind for journal in follower.journals.values())
         assert [] == follower.audits
@@ -146,7 +147,7 @@ def test_open_requests_of_a_killed_engine_become_unknown(tmp_path: Path) -> None
         engine.kill()
         follower.poll()
         [engine_audit] = follower.audits
-        assert {("unknown", "unknown"): 1} == engine_audit.sums.requests
+        assert {("unknown", "unknown"): 1} == engine_audit.journal.requests
 
 
 def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_open_requests_of_a_stopped_engine_end_with_it(tmp_path: Path) -> None:
     engine.stop()
     with following(tmp_path) as follower:
         [engine_audit] = follower.audits
-        assert {("clean", "engine_ended"): 1} == engine_audit.sums.requests
+        assert {("clean", "engine_ended"): 1} == engine_audit.journal.requests
         assert 200 == engine_audit.closed.prompt_tokens
         assert 0 == engine_audit.closed.in_flight
         assert {} == engine_audit.auditor.ledger.last_step
@@ -572,9 +573,9 @@ def test_a_lost_checkpoint_and_removed_segments_are_a_rotated_journal(tmp_path: 
     (tmp_path / "engine" / "00000001.kvl").unlink()
     with following(tmp_path) as follower:
         [engine_audit] = follower.audits
-        assert 0 == engine_audit.auditor.ledger.gaps
-        assert 0 < engine_audit.auditor.ledger.removed_events
-        assert {("clean", "stopped"): 1} == engine_audit.sums.requests
+        assert 0 == engine_audit.auditor.ledger.sums.gaps
+        assert 0 < engine_audit.auditor.ledger.sums.removed_events
+        assert {("clean", "stopped"): 1} == engine_audit.journal.requests
 
 
 def test_a_segment_removed_while_the_sidecar_was_down_is_a_gap(tmp_path: Path) -> None:
@@ -590,7 +591,7 @@ def test_a_segment_removed_while_the_sidecar_was_down_is_a_gap(tmp_path: Path) -
     with following(tmp_path) as follower:
         [engine_audit] = follower.audits
         assert {"segment removed": 1} == follower.health.lost
-        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == engine_audit.sums.requests
+        assert {("clean", "stopped"): 2, ("unknown", "unknown"): 1} == engine_audit.journal.requests
         assert 400 == engine_audit.closed.prompt_tokens
 
 
@@ -786,7 +787,9 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
         assert not thread.is_alive()
     saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
     assert saved is not None
-    assert 2 == serialize.restore(bytes(saved.journals[0].engine_audit), tmp_path).closed.requests
+    assert (
+        2 == serialize.restore(bytes(saved.journals[0].engine_audit), FollowedAudit(tmp_path)).closed.requests
+    )
     engine.stop()
 
 

@@ -34,7 +34,7 @@ from kvledger.audit.events import (
     SnapshotRow,
     Stepped,
 )
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
 
 SCRAPE_SECONDS = 15
@@ -59,7 +59,7 @@ class World:
     rows: list[tuple[float, ComparedCounter]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine_audit = EngineAudit(Path("nowhere"))
+        self.engine_audit = FollowedAudit(Path("nowhere"))
         self.number = 0
         self.feed(journals.STARTED)
         rows = [] if self.zero else [SnapshotRow(99, "before", PROMPT, False, 10, 0, 0, PROMPT, 0)]

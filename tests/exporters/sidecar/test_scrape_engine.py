@@ -18,9 +18,10 @@ from kvledger.audit.analysis.reconciliation import ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
-from kvledger.audit.journal.folder import find_journals, read
+from kvledger.audit.journal.catalogue import find_journals
+from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.sidecar import scrape_engine
 from kvledger.exporters.sidecar.reconcile import SETTLE_SECONDS, WINDOW_SECONDS, CounterComparison, Scrape
 from kvledger.exporters.sidecar.scrape_engine import Reconciler, ScrapedEngine, counters, match
@@ -52,16 +53,16 @@ def test_counters_are_read_by_engine() -> None:
 
 
 @pytest.fixture
-def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., EngineAudit]:
+def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., FollowedAudit]:
     """Audits of engines whose writers are alive."""
 
-    def make(index: int, model: str = "m") -> EngineAudit:
+    def make(index: int, model: str = "m") -> FollowedAudit:
         path = tmp_path / f"engine-{len(list(tmp_path.iterdir()))}"
         writer = JournalWriter(path)
         request.addfinalizer(writer.close)
         writer.rotate()
         started = replace(journals.STARTED, configuration={"engine_index": index, "model": model})
-        engine_audit = EngineAudit(path)
+        engine_audit = FollowedAudit(path)
         for number, event in enumerate((started, Snapshot(0, 0, [], 0))):
             engine_audit.feed(number, event)
         return engine_audit
@@ -69,14 +70,14 @@ def live(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Engine
     return make
 
 
-def test_an_engine_is_matched_by_its_index(live: Callable[..., EngineAudit]) -> None:
+def test_an_engine_is_matched_by_its_index(live: Callable[..., FollowedAudit]) -> None:
     audits = [live(0), live(1)]
     first, second = ScrapedEngine(URL, "0", "/models/m"), ScrapedEngine(URL, "1", "/models/m")
 
     assert {first: audits[0], second: audits[1]} == match([first, second], audits)
 
 
-def test_engines_with_one_index_are_matched_by_model(live: Callable[..., EngineAudit]) -> None:
+def test_engines_with_one_index_are_matched_by_model(live: Callable[..., FollowedAudit]) -> None:
     """vLLM names a model that was given as a path by the whole path."""
     audits = [live(0, "one"), live(0, "two")]
 
@@ -86,7 +87,7 @@ def test_engines_with_one_index_are_matched_by_model(live: Callable[..., EngineA
     )
 
 
-def test_an_ambiguous_match_is_not_compared(live: Callable[..., EngineAudit]) -> None:
+def test_an_ambiguous_match_is_not_compared(live: Callable[..., FollowedAudit]) -> None:
     audits = [live(0), live(0)]
     assert {} == match([ScrapedEngine(URL, "0", "m")], audits)
     assert {} == match(
@@ -96,13 +97,13 @@ def test_an_ambiguous_match_is_not_compared(live: Callable[..., EngineAudit]) ->
 
 
 def test_an_ended_engine_is_not_compared(tmp_path: Path) -> None:
-    engine_audit = EngineAudit(tmp_path)
+    engine_audit = FollowedAudit(tmp_path)
     engine_audit.feed(0, journals.STARTED)
 
     assert {} == match([ScrapedEngine(URL, "0", "m")], [engine_audit])
 
 
-def test_an_engine_is_scraped_and_compared(live: Callable[..., EngineAudit]) -> None:
+def test_an_engine_is_scraped_and_compared(live: Callable[..., FollowedAudit]) -> None:
     engine_audit, clock = live(0), [1_000.0]
     answers = [
         'vllm:request_success_total{engine="0",finished_reason="stop"} 0.0\n',
@@ -169,9 +170,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event
 
 def replayed(
     events: list[tuple[int, Event]], scrapes: list[Scrape], tamper: dict[str, float]
-) -> tuple[EngineAudit, list[ComparedCounter]]:
+) -> tuple[FollowedAudit, list[ComparedCounter]]:
     """Replay journal and scrapes by the wall clock, then some idle time."""
-    engine_audit = EngineAudit(Path("nowhere"))
+    engine_audit = FollowedAudit(Path("nowhere"))
     started, snapshot, *rest = events
     engine_audit.feed(*started)
     engine_audit.feed(*snapshot)
@@ -232,7 +233,7 @@ def test_a_real_engine_that_overcounts_a_block_is_unexplained(
     }
 
 
-def test_nothing_is_unexplained_before_the_window_has_passed(live: Callable[..., EngineAudit]) -> None:
+def test_nothing_is_unexplained_before_the_window_has_passed(live: Callable[..., FollowedAudit]) -> None:
     """One figure outside the range may be a slow disk; a whole window of them is not."""
     engine_audit = live(0)
     comparison = CounterComparison(engine_audit, zero=True)

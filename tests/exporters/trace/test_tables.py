@@ -13,6 +13,7 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Delivered, Gap, Stepped
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.exporters.trace import tables
 from kvledger.exporters.trace.tables import TABLES, Rows, rows
 
@@ -74,11 +75,11 @@ def test_steps_sum_to_what_was_scheduled(tmp_path: Path) -> None:
 
 def test_the_times_of_steps_sum_to_the_time_of_the_engine(tmp_path: Path) -> None:
     path = trace(tmp_path / "trace")
-    engine_audit = audit_paths([path], with_costs=True).engines[0]
+    engine_audit = audit_paths([path], (Lost, Steps)).engines[0]
 
     frame = frames.steps(path)
 
-    assert engine_audit.step_times.busy_us / 1e6 == pytest.approx(frame["duration_seconds"].sum())
+    assert engine_audit.of(Steps).sums.busy_us / 1e6 == pytest.approx(frame["duration_seconds"].sum())
     assert frame["step"].is_monotonic_increasing
     assert frame["times"].sum() == engine_audit.auditor.ledger.step
 

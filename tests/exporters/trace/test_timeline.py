@@ -17,6 +17,7 @@ from tests.histories import GOLDEN, Golden
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import BlockStatesReported, PoolSeen
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.observers import KeptAccounts, Lost, Steps
 from kvledger.exporters.trace.timeline import save
 
 
@@ -125,7 +126,7 @@ def test_requests_share_lanes_and_never_overlap(tmp_path: Path) -> None:
     slices = [event for event in events if event.get("cat") in ("life", "wait")]
 
     most, inside = 0, Counter[str]()
-    for account in audit_paths([path], keep=True).engines[0].accounts:
+    for account in audit_paths([path], (KeptAccounts,)).engines[0].of(KeptAccounts).sums:
         inside[account.added_at] += 1
         inside[account.closed_at] -= 1
     now = 0
@@ -143,8 +144,8 @@ def test_steps_have_a_track_with_the_time_of_the_engine(tmp_path: Path) -> None:
     path = trace(tmp_path / "trace")
     steps = [event for event in drawn(path) if event.get("cat") == "step"]
 
-    engine_audit = audit_paths([path], with_costs=True).engines[0]
-    assert engine_audit.step_times.busy_us == sum(step["dur"] for step in steps)
+    engine_audit = audit_paths([path], (Lost, Steps)).engines[0]
+    assert engine_audit.of(Steps).sums.busy_us == sum(step["dur"] for step in steps)
     assert str(engine_audit.auditor.ledger.step) == steps[-1]["name"].split()[-1]
     assert {0} == {step["tid"] for step in steps}
     spans = sorted((step["ts"], step["ts"] + step["dur"]) for step in steps)

@@ -1,0 +1,72 @@
+"""What a ledger adds up. Nothing here decides how an event is posted, so two ledgers' sums can be added."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import msgspec
+
+from ..figures.sums import Sums, add_tokens
+from ..figures.totals import Totals
+
+ERRORS_KEPT = 16
+"""Kinds of exceptions that are counted."""
+
+
+class Recomputed(Sums):
+    """Blocks that were computed more than once, by their sketches."""
+
+    compared: int = 0
+    """Blocks that were compared with an earlier computation."""
+    differed: int = 0
+    """Those of them whose distance is above the threshold."""
+    largest: float = 0.0
+    """The largest distance of the others."""
+
+    def merge(self, more: Recomputed) -> None:
+        """Add the counts of another engine; of the largest distances the larger one stays."""
+        self.compared += more.compared
+        self.differed += more.differed
+        self.largest = max(self.largest, more.largest)
+
+
+class LedgerSums(Sums):
+    """The sums of one engine's ledger, or of several ledgers."""
+
+    ended: Totals = msgspec.field(default_factory=Totals)
+    """Sums over the accounts of ended requests; they only rise."""
+    gaps: int = 0
+    """How many times events were lost."""
+    removed_events: int = 0
+    """Events that rotation removed from the beginning of the journal; they are no loss."""
+    hook_failures: int = 0
+    """How many times a hook failed."""
+    engine_errors: dict[str, int] = {}
+    """How often each exception left a hooked method of the engine, by type and method: the first
+    :data:`ERRORS_KEPT` kinds."""
+    watches: int = 0
+    """How many workers began to seal their blocks."""
+    contents: dict[str, int] = {}
+    """Blocks by what happened to their contents (``content_state.py``), and bytes and microseconds."""
+    transfers: dict[str, int] = {}
+    """Blocks by what their transfers to and from a store showed."""
+    recomputed: Recomputed = msgspec.field(default_factory=Recomputed)
+    """Blocks that were computed more than once."""
+
+    def merge(self, more: LedgerSums) -> None:
+        """Add the sums of another ledger, which read later events."""
+        super().merge(more)
+        self.engine_errors = dict(islice(self.engine_errors.items(), ERRORS_KEPT))
+
+    def count_error(self, error: str) -> None:
+        """Count an exception that left a hooked method."""
+        if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:
+            add_tokens(self.engine_errors, error, 1)
+
+    def count_content(self, name: str, blocks: int = 1) -> None:
+        """Count blocks by what happened to their contents."""
+        add_tokens(self.contents, name, blocks)
+
+    def count_transfer(self, name: str, blocks: int = 1) -> None:
+        """Count blocks by what a transfer showed."""
+        add_tokens(self.transfers, name, blocks)

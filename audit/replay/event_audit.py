@@ -1,0 +1,162 @@
+"""One engine's events, audited: each goes to the ledger, the checks, and the caller's observers.
+
+It is a session: the open accounts, blocks and clocks that the next event meets, saved and taken up again by
+``serialize.py``. What has ended adds up to ``sums``. Memory is bounded by open requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ..causes import BEGAN_BEFORE, UNKNOWN
+from ..checks.auditor import Auditor, Verdict
+from ..checks.registry import Invariant, Violation
+from ..events import EngineRaised, Event, HookFailed
+from ..figures.sums import add_tokens
+from ..journal.hosts import engine_name
+from ..ledger.account import Account
+from ..ledger.observation import error_name
+from ..ledger.state import Watch
+from .observed import Observed, ObserverKind
+from .windows import EVERYTHING, Window
+from .worker_journals import AFTER_PLANNING, WorkerJournals
+
+
+class EventAudit(Observed):
+    """Audits the events of one engine, and those of its workers.
+
+    ``observers`` count what the caller wants beside the ledger and the checks. ``window``: requests that
+    ended outside it are left out of all sums. ``watch`` selects the requests whose postings are kept, and
+    ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        observers: Sequence[ObserverKind] = (),
+        *,
+        window: Window = EVERYTHING,
+        watch: Watch | None = None,
+        invariants: Iterable[Invariant] | None = None,
+        name: str = "",
+    ) -> None:
+        self.path = path
+        """The journal's folder, or a single segment file."""
+        self.window = window
+        """The time window that requests must have ended in to be counted."""
+        self.auditor = Auditor(
+            engine=name,
+            keep_closed=True,
+            watch=watch,
+            counted=self._counts if window.bounded else None,
+            on_violation=self._violated,
+            invariants=invariants,
+            in_window=self._holds if window.bounded else None,
+            name_of=partial(engine_name, path=path),
+        )
+        """The ledger and the checks that every event goes through."""
+        self.workers = WorkerJournals(path)
+        """The journals of this engine's workers."""
+        self.event: Event | None = None
+        """The event with which accounts close now; None if an engine is gone and they close without one."""
+        super().__init__(observers)
+
+    def feed(self, number: int, event: Event) -> list[Violation]:
+        """Audit one event; returns the findings that are new."""
+        auditor = self.auditor
+        from_workers: list[Violation] = []
+        if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
+            from_workers = self._feed_worker_steps()
+        findings = self._post(event, number)
+        if from_workers:
+            findings = from_workers + findings
+        if findings and self.window.bounded:
+            placed = ((one.request, False) for one in findings if one.request)
+            self.journal.window.requests.update(placed)
+        for observe in self.on_event:
+            observe(event)
+        try:
+            for handle in self._handlers.get(type(event), ()):
+                handle(event)
+            if auditor.ledger.closed:
+                self.event = event
+                self._add_closed()
+        except Exception:
+            auditor.note_failure(event)
+            auditor.ledger.closed.clear()
+        return findings
+
+    def _post(self, event: Event, number: int) -> list[Violation]:
+        """Post and check one event, and place what went wrong with it in a bounded window."""
+        if not self.window.bounded:
+            return self.auditor.feed(event, number)
+        ledger, placed = self.auditor.ledger, self.journal.window
+        before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
+        findings = self.auditor.feed(event, number)
+        began = self.began_seconds or 0.0
+        between = began + before / 1e6, began + event.at / 1e6
+        placed.losses.place(self.window, ledger.sums.gaps > gaps, *between)
+        placed.failures.place(self.window, ledger.sums.hook_failures > failures, *between)
+        if type(event) is HookFailed and event.removed:
+            placed.unobserved_from = between[0]
+        if type(event) is EngineRaised and self.window.holds(between[1]):
+            placed.errors |= {error_name(event)} & ledger.sums.engine_errors.keys()
+        return findings
+
+    def _feed_worker_steps(self) -> list[Violation]:
+        """Audit what workers did up to the current step; returns the findings that are new."""
+        ledger = self.auditor.ledger
+        return [
+            violation
+            for event in self.workers.upto(ledger.step)
+            for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
+        ]
+
+    def _feed_worker_errors(self) -> None:
+        """Audit the exceptions that left the workers' connectors."""
+        ledger, raised = self.auditor.ledger, self.workers.raised
+        self.workers.raised = []
+        for event in raised:
+            self._post(replace(event, at=ledger.at, lost=False), ledger.number)
+
+    # --- accounts ---------------------------------------------------------------------------------------
+
+    def _add_closed(self) -> None:
+        """Add the accounts that closed to the sums, and drop them from the ledger."""
+        closed, journal = self.auditor.ledger.closed, self.journal
+        for account in closed.values():
+            verdict = self._verdict_of(account)
+            self.auditor.violating.discard(account.request)
+            if self.window.bounded:
+                inside = self._counts(account)
+                if account.request_id in journal.window.requests:
+                    journal.window.requests[account.request_id] = inside
+                if not inside:
+                    continue
+            if account.unknown is not None:
+                add_tokens(journal.unknown, account.unknown, 1)
+            if account.unknown != BEGAN_BEFORE:
+                kind = (verdict, account.outcome or UNKNOWN)
+                journal.requests[kind] = journal.requests.get(kind, 0) + 1
+            for callback in self.on_closed:
+                callback(account, verdict)
+        closed.clear()
+
+    def _verdict_of(self, account: Account) -> Verdict:
+        if account.request in self.auditor.violating:
+            return "violated"
+        return "unknown" if account.unknown is not None else "clean"
+
+    def _counts(self, account: Account) -> bool:
+        return self.window.has(account, self.began_seconds)
+
+    def _holds(self, at: int) -> bool:
+        return self.window.holds((self.began_seconds or 0.0) + at / 1e6)
+
+    def _violated(self, id: str, at: int, account: Account | None) -> None:
+        for callback in self.on_violation:
+            callback(id, at, account)

@@ -1,0 +1,111 @@
+"""The audit of a journal that is followed: with what metrics need, and the engine's recorded KV events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ..analysis.costs import CostCounters
+from ..analysis.reconciliation import EngineCounters
+from ..analysis.step_times import StepSums
+from ..checks.registry import Violation
+from ..journal.reader import Batch, Reader
+from ..ledger.subjects import Entry
+from .engine_audit import EngineAudit
+from .metrics_state import MetricsState
+from .observers import LiveCosts, LiveSteps, Metrics, Reconciled
+from .recorded_events import RecordedEvents
+
+
+class FollowedAudit(EngineAudit):
+    """The audit of one engine that metrics are made of."""
+
+    def __init__(self, path: Path, *, name: str = "") -> None:
+        super().__init__(path, (Metrics, LiveSteps, LiveCosts, Reconciled), name=name)
+        self.series = ""
+        """The label of this engine's metrics, if a follower chose it; engines after each other share one."""
+        self.engine_counters: EngineCounters | None = None
+        """The engine's own counters beside the ledger's figures, if the engine is scraped."""
+        self.live_events = RecordedEvents(path)
+        """The recorded KV events of this engine, read after :meth:`compare_events`."""
+        self.read_seconds = 0.0
+        """Unix time at which the journal was last read to its end; 0.0 before the first time."""
+        self.checkpoint_seconds = 0.0
+        """Unix time at which this audit was last saved in a checkpoint; 0.0 before the first time."""
+
+    @property
+    def metrics(self) -> MetricsState:
+        """What metrics need beyond the totals."""
+        return self.of(Metrics).sums
+
+    @property
+    def step_times(self) -> StepSums:
+        """How long the steps took."""
+        return self.of(LiveSteps).sums
+
+    @property
+    def cost_counters(self) -> CostCounters:
+        """Seconds of lost work and loads."""
+        return self.of(LiveCosts).sums
+
+    def compare_events(self) -> None:
+        """Compare the engine's recorded KV events with its cache, from the next event on."""
+        self.live_events.enabled = True
+        self.on_event.append(self.live_events.feed)
+
+    def batches(
+        self, reader: Reader, lock: AbstractContextManager[object] | None = None
+    ) -> Iterator[tuple[Batch, list[Violation]]]:
+        """Audit everything in the journal by now, and compare recorded KV events with the cache."""
+        begun = time.time()
+        yield from super().batches(reader, lock)
+        with lock or nullcontext():
+            self.compared(at_end=True, ended=reader.ended)
+        self.read_seconds = begun  # events written since then may have been missed
+
+    def compared(self, *, at_end: bool = False, ended: bool = False) -> list[Violation]:
+        """Compare the recorded KV events with the cache up to now; returns the findings that are new."""
+        engine, ledger = self.engine, self.auditor.ledger
+        if engine is None or not self.live_events.enabled:
+            return []
+        read_to = ledger.read_to
+        self.live_events.advance(
+            engine,
+            read_to,
+            time.time(),
+            self.metrics.kv_events,
+            at_end=at_end,
+            ended=read_to if ended else None,
+        )
+        found = self.live_events.comparison.differences()
+        return self.auditor.check(
+            Entry(ledger.number, step, at, subject, None) for subject, step, at in found
+        )
+
+
+def folded(name: str, audit: FollowedAudit, before: FollowedAudit | None) -> FollowedAudit:
+    """One audit for an engine that has ended and those of its name that ended ``before``.
+
+    It has the sums of all, with one finding of each invariant, and no open state. Times count from the start
+    of the engine that began first.
+    """
+    both = [one for one in (before, audit) if one is not None]
+    whole = FollowedAudit(Path(name), name=audit.name)
+    whole.series = name
+    ledger = whole.auditor.ledger
+    started = [one.engine for one in both if one.engine is not None]
+    if started:
+        ledger.engine = min(started, key=lambda engine: engine.wall_seconds)
+        read_to = max(one.auditor.ledger.read_to for one in both)
+        ledger.at = ledger.engine.at + round((read_to - ledger.engine.wall_seconds) * 1e6)
+    ledger.stopped = audit.auditor.ledger.stopped
+    sums = whole.sums
+    for one in both:
+        later = 0.0 if one.began_seconds is None else one.began_seconds - (whole.began_seconds or 0.0)
+        added = one.sums
+        added.findings = added.findings.by_invariant(round(later * 1e6))
+        sums += added
+    whole.sums = sums
+    return whole

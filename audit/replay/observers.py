@@ -1,0 +1,178 @@
+"""The observers that callers add to an audit: kept accounts, reconciliation, costs, step times, metrics."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..analysis.costs import CostCounters, CostTally
+from ..analysis.reconciliation import Reconciliation
+from ..analysis.step_model import StepModel, fit
+from ..analysis.step_times import FAR, STEP_HANDLERS, Sample, StepSums, StepTimes
+from ..checks.auditor import Verdict
+from ..events import Admitted
+from ..ledger.account import Account
+from .engine_audit import EngineAudit
+from .metrics_state import METRICS_HANDLERS, MetricsState
+from .observer import Handlers, Observer
+from .verdict import Judged
+
+LIVE_SAMPLE = 1024
+"""Observations kept of an engine that is followed, since a checkpoint holds them."""
+
+
+class KeptAccounts(Observer):
+    """Keeps every account, or those of the requests that the audit watches, in the order they closed.
+
+    Memory grows until the caller takes them.
+    """
+
+    kind = list
+    sums: list[Account]
+
+    def add(self, account: Account) -> None:
+        """Keep it, as it stands."""
+        if account.lines is not None or self.audit.auditor.ledger.watch is None:
+            self.sums.append(account)
+
+    def take(self) -> list[Account]:
+        """The accounts kept since the last call, which are then no longer kept here."""
+        accounts, self.sums = self.sums, []
+        return accounts
+
+    @property
+    def saved(self) -> None:
+        """Nothing: accounts are taken before an audit is saved."""
+        assert not self.sums, "an audit that keeps accounts is unbounded and has no checkpoint"
+
+    @saved.setter
+    def saved(self, value: None) -> None:
+        pass
+
+
+class Reconciled(Observer):
+    """Reconciles settled, planned and engine-reported tokens."""
+
+    kind = Reconciliation
+    sums: Reconciliation
+
+    def add(self, account: Account) -> None:
+        """Reconcile one request."""
+        self.sums.add(account)
+
+
+class Lost(Observer):
+    """Adds up lost work and loads, in tokens."""
+
+    kind = CostTally
+    sums: CostTally
+
+    def add(self, account: Account) -> None:
+        """Add one request."""
+        self.sums.add(account)
+
+
+class Steps(Observer):
+    """Observes how long steps took; engine time counts in the window, the model takes all steps."""
+
+    def __init__(self, audit: Judged, most: int | None = None) -> None:
+        self._most = most
+        """The most observations that are kept; None: the usual number."""
+        since, until = audit.window.since, audit.window.until
+        self.times = StepTimes(
+            since_us=0 if since is None else round(since * 1e6),
+            until_us=FAR if until is None else round(until * 1e6),
+        )
+        """The steps in flight, and what was observed."""
+        super().__init__(audit)
+
+    @property
+    def sums(self) -> StepSums:
+        """What was observed."""
+        return self.times.sums
+
+    @sums.setter
+    def sums(self, sums: StepSums) -> None:
+        self.times.sums = sums
+
+    def new_sums(self) -> StepSums:
+        """Of no step."""
+        return StepSums() if self._most is None else StepSums(Sample(most=self._most))
+
+    def handlers(self) -> Handlers:
+        """The events of steps."""
+        return {kind: partial(handle, self.times) for kind, handle in STEP_HANDLERS.items()}
+
+    @property
+    def saved(self) -> StepTimes:
+        """The steps in flight too. The window and what is wanted by the minute are the next reader's."""
+        return self.times
+
+    @saved.setter
+    def saved(self, saved: StepTimes) -> None:
+        saved.since_us, saved.until_us = self.times.since_us, self.times.until_us
+        saved.by_minute = self.times.by_minute
+        self.times = saved
+
+    @property
+    def model(self) -> StepModel:
+        """The model of step time, fitted to the steps so far."""
+        return fit(self.sums.sample)
+
+
+class LiveSteps(Steps):
+    """The same, with a sample that fits into a checkpoint."""
+
+    def __init__(self, audit: Judged) -> None:
+        super().__init__(audit, LIVE_SAMPLE)
+
+
+class LiveCosts(Observer):
+    """Seconds of lost work and loads while requests end, by the model of the audit's steps."""
+
+    kind = CostCounters
+    sums: CostCounters
+
+    def __init__(self, audit: EngineAudit) -> None:
+        super().__init__(audit)
+        self._steps = audit.of(LiveSteps)
+        """Times the steps of the engine."""
+
+    def close(self, account: Account, verdict: Verdict) -> None:
+        """Add a request that has ended."""
+        self.sums.close(account, self._steps.sums.sample)
+
+
+class Metrics(Observer):
+    """Counts what metrics need beyond the totals."""
+
+    kind = MetricsState
+    sums: MetricsState
+
+    def __init__(self, audit: EngineAudit) -> None:
+        super().__init__(audit)
+        self._audit = audit
+        """The audit, for the event with which an account closes."""
+
+    def handlers(self) -> Handlers:
+        """The rare events that metrics count."""
+        handlers = {kind: partial(handle, self.sums) for kind, handle in METRICS_HANDLERS.items()}
+        return {**handlers, Admitted: self._admit}
+
+    def _admit(self, event: Admitted) -> None:
+        account = self._audit.auditor.ledger.living.get(event.request)
+        if account is not None:
+            self.sums.admit(event, account)
+
+    def close(self, account: Account, verdict: Verdict) -> None:
+        """Add a request that has ended."""
+        self.sums.close(account, verdict, self._audit.event)
+
+    def violated(self, id: str, at: int, account: Account | None) -> None:
+        """Count a violation."""
+        self.sums.count_violation(id, at, account)
+
+
+def taken(audit: EngineAudit) -> list[Account]:
+    """The accounts that an audit has kept since the last call; none if :class:`KeptAccounts` keeps none."""
+    kept = audit.observer(KeptAccounts)
+    return [] if kept is None else kept.take()
