@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..events import EngineStarted, Snapshot
+from ..events import Census, EngineStarted, Snapshot
 from ..journal.format import segments
 from ..journal.reader import Batch, Position, Reader
 from ..ledger.account import Account
@@ -149,6 +149,8 @@ class HandOver:
         """The requests that ran at the cut and have not ended yet; None before the cut."""
         self._events = 0
         """Events since the last of those requests ended, with all of the batch in which it did."""
+        self._has_census = False
+        """Whether a later batch has a census: then no request of before the cut decides what is progress."""
 
     def reached(self, batch: Batch, ledger: Ledger) -> bool:
         """Whether the end of this batch, which was just audited, is the hand-over."""
@@ -160,8 +162,9 @@ class HandOver:
         self._running &= ledger.living.keys()
         if self._running:
             return False
+        self._has_census |= self._events > 0 and any(isinstance(event, Census) for event in batch.events)
         self._events += len(batch.events)
-        return self._events >= SETTLED_EVENTS
+        return self._has_census and self._events >= SETTLED_EVENTS
 
 
 def digest(audit: EngineAudit) -> bytes:
@@ -183,6 +186,11 @@ def _count_steps_anew(ledger: Ledger) -> None:
     for account in ledger.steady.values():
         account.steady_scheduled = account.steady_delivered = 0
     ledger.idle = {request: (row[0], row[1] - scheduled, row[2]) for request, row in ledger.idle.items()}
+    (steps, found_at, calls), (since, at) = ledger.stood_still, ledger.no_progress_since
+    ledger.stood_still, ledger.no_progress_since = (
+        (steps - scheduled, found_at, calls),
+        (since - scheduled, at),
+    )
     ledger.scheduled_steps = ledger.delivered_steps = 0
 
 
