@@ -92,7 +92,7 @@ def test_an_import_that_fails_at_the_end_leaves_the_shutdown_alone(
     timeouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version of kvledger may have been installed while the engine ran."""
-    monkeypatch.setitem(sys.modules, "kvledger.audit.journal.folder", None)
+    monkeypatch.setitem(sys.modules, "kvledger.audit.journal.catalogue", None)
 
     assert 0 == timeouts([Process(LIVE)], timeout=0)
 

@@ -146,13 +146,13 @@ def test_a_host_that_does_not_fit_runs_on_unobserved(
 ) -> None:
     monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
     scheduler = Driver(EngineSetup()).scheduler
-    scheduler.schedule = lambda surprise: None
+    scheduler.schedule = lambda surprise, more: None
     with caplog.at_level(logging.WARNING, logger="kvledger"):
         assert plugin.observe(scheduler) is None
 
     (record,) = [record for record in caplog.records if record.name == "kvledger"]
     assert "kvledger is off" in record.message
-    assert "schedule takes (surprise)" in record.message
+    assert "schedule takes (surprise, more)" in record.message
     assert [] == list(tmp_path.iterdir())
 
 
