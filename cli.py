@@ -48,7 +48,7 @@ def audit(
     from .audit.replay.journals import audit_paths
     from .audit.replay.observers import Lost, Steps
     from .exporters.reports import annotations, audit_text
-    from .exporters.reports.audit import as_json, findings_csv, report
+    from .exporters.reports.audit_data import as_json, findings_csv, report
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
@@ -87,7 +87,7 @@ def show(
     from .audit.replay.journals import statements
     from .exporters.reports import call
     from .exporters.reports import statement as report
-    from .exporters.reports.audit import lines_csv, statement_data
+    from .exporters.reports.audit_data import lines_csv, statement_data
 
     with read.journals(paths) as (places, window, run):
         found = statements(places, request, window=window, run=run)
@@ -601,11 +601,11 @@ def export(
         return
     if format != "parquet":
         raise LedgerError(f"{format!r} is neither parquet nor openmetrics.")
-    from .exporters.trace import tables
+    from .exporters.trace import columns
     from .exporters.trace.parquet import export as write_tables
 
     with read.journals(paths, local=True) as (places, window, _):
-        counts = write_tables(places, output, table or tuple(tables.TABLES), window)
+        counts = write_tables(places, output, table or tuple(columns.TABLES), window)
     for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
@@ -713,7 +713,7 @@ def tail(
     Prints plain lines where the output is not a terminal; as json one object per line, as csv the totals
     only. Ends when all engines have ended, or with Ctrl-C.
     """
-    from .exporters.reports.tail import follow
+    from .exporters.reports.tail_lines import follow
 
     follow(path, wait=wait, format=format, by=by)
 

@@ -117,7 +117,7 @@ class Report(NamedTuple):
         elif format == "csv" and self.as_csv is not None:
             typer.echo(self.as_csv(self.result))
         elif format == "json":
-            from .exporters.reports.audit import as_json
+            from .exporters.reports.audit_data import as_json
 
             typer.echo(as_json(self.data(self.result)))
         else:

@@ -13,7 +13,7 @@ Rules of this file:
 - Fields are only ever appended, with a default; a change of meaning raises :data:`SCHEMA`.
 
 On the wire an event is a msgpack array whose first item is its tag (``docs/journal.md``). Events that no
-engine emits any more are in ``old_events.py``.
+engine emits any more are in ``pool_calls.py``.
 """
 
 from __future__ import annotations
@@ -643,7 +643,7 @@ HEAD = 5
 ALLOCATED, TOUCHED, FREED, CACHED, TABLES_REPORTED, TABLES_REMOVED, ALLOCATED_EACH, IN_STEP = range(8)
 """Codes of the calls in ``PoolCalls.rows``.
 
-ALLOCATED, TOUCHED, FREED, TABLES_REPORTED and TABLES_REMOVED stand for one event of ``old_events.py`` each,
+ALLOCATED, TOUCHED, FREED, TABLES_REPORTED and TABLES_REMOVED stand for one event of ``pool_calls.py`` each,
 CACHED for a :class:`BlocksCached`. ALLOCATED_EACH: one block was allocated to each of several requests.
 IN_STEP: the calls that follow were made in another step than ``PoolCalls.step``.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..audit.errors import LedgerError
-from ..exporters.metrics.table import METRICS, Metric
+from ..exporters.metrics.metric_list import METRICS, Metric
 from . import boards, rules
 from .panels import Panel
 from .preview_data import prometheus_url

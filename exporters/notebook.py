@@ -25,11 +25,11 @@ from ..audit.replay.observers import Lost, Steps
 from ..audit.replay.windows import Window, window
 from .inputs import reading
 from .reports import audit_text, html_page, summary, why
-from .reports.audit import AuditReport, report
+from .reports.audit_data import AuditReport, report
 from .reports.conclusions import concluded, explained_with
 from .reports.costs import costs_of
 from .reports.terminal import PLAIN_WIDTH
-from .trace.tables import TABLES
+from .trace.columns import TABLES
 
 _BLOCK = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pre>'
 

@@ -17,7 +17,7 @@ import fsspec
 
 from ..audit.errors import LedgerError
 from ..audit.journal.format import segment_number
-from ..audit.journal.hosts import HostJournal, same_place
+from ..audit.journal.host_folders import HostJournal, same_place
 from ..audit.replay.engine_audit import EngineAudit
 from ..audit.replay.find import JOURNAL
 from ..audit.replay.parallel import Result, Run

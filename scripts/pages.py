@@ -11,8 +11,8 @@ from pathlib import Path
 from kvledger.audit import glossary
 from kvledger.audit.checks import figures_page, registry
 from kvledger.dashboards import boards, rules
-from kvledger.exporters.metrics import table
-from kvledger.exporters.trace import tables
+from kvledger.exporters.metrics import metric_list
+from kvledger.exporters.trace import columns
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,8 +22,8 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "docs/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
     yield "docs/glossary.md", glossary.markdown()
-    yield "docs/metrics.md", table.markdown()
-    yield "docs/tables.md", tables.markdown()
+    yield "docs/metrics.md", metric_list.markdown()
+    yield "docs/tables.md", columns.markdown()
     yield "docs/alerts.md", rules.markdown()
     yield f"dashboards/generated/{rules.FILE}", rules.text()
     for form in boards.FORMS:

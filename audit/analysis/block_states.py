@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from .. import causes, old_events
+from .. import causes, pool_calls
 from .. import events as ev
 from ..figures.sums import Sums
-from ..ledger.blocks.decode import post
+from ..ledger.blocks.split_calls import post
 
 STATES = ("running", "cached", "empty", "unknown")
 
@@ -191,7 +191,7 @@ class BlockStates(msgspec.Struct):
             self.use.blocks += blocks
         pool.free = event.free_blocks
 
-    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
@@ -205,7 +205,7 @@ class BlockStates(msgspec.Struct):
                     self.use.allocated += 1
                     self.allocations += 1
 
-    def _touched(self, event: old_events.BlocksTouched) -> None:
+    def _touched(self, event: pool_calls.BlocksTouched) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
@@ -229,7 +229,7 @@ class BlockStates(msgspec.Struct):
                     self.use.reuse_seconds.add(idle)
                     self.use.reuse_blocks.add(self.allocations - stay.released_after)
 
-    def _freed(self, event: old_events.BlocksFreed) -> None:
+    def _freed(self, event: pool_calls.BlocksFreed) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
@@ -340,9 +340,9 @@ _HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
     ev.PoolReset: BlockStates._reset,
     ev.BlockStatesReported: BlockStates._states,
     ev.Gap: BlockStates._gap,
-    old_events.BlocksAllocated: BlockStates._allocated,
-    old_events.BlocksTouched: BlockStates._touched,
-    old_events.BlocksFreed: BlockStates._freed,
+    pool_calls.BlocksAllocated: BlockStates._allocated,
+    pool_calls.BlocksTouched: BlockStates._touched,
+    pool_calls.BlocksFreed: BlockStates._freed,
 }
 
 BLOCK_EVENTS: frozenset[type[ev.Event]] = frozenset({ev.PoolCalls, *_HANDLERS})

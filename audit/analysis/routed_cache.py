@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .. import events as ev
-from .. import old_events
+from .. import pool_calls
 from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
 
 MOST_RECENT = 1 << 16
@@ -178,7 +178,7 @@ class RoutedCache(CacheChanges):
         if request is not None and request.valid < 0:
             request.valid = event.computed_tokens
 
-    def _touched(self, event: old_events.BlocksTouched) -> None:
+    def _touched(self, event: pool_calls.BlocksTouched) -> None:
         request = self.requests.get(event.request)
         if request is not None:
             hashes = self._contents(event).hashes
@@ -231,7 +231,7 @@ RoutedCache.postings = {
     ev.Admitted: RoutedCache._admitted,
     ev.LoadFailed: RoutedCache._load_failed,
     ev.Finished: RoutedCache._finished,
-    old_events.BlocksTouched: RoutedCache._touched,
+    pool_calls.BlocksTouched: RoutedCache._touched,
     ev.PoolSeen: RoutedCache._pool,
     ev.BlocksCached: RoutedCache._cached,
 }

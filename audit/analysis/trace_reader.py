@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from .. import causes, old_events
+from .. import causes, pool_calls
 from .. import events as ev
-from ..ledger.blocks.decode import post
 from ..ledger.blocks.pool_contents import PoolContents
+from ..ledger.blocks.split_calls import post
 from ..text import salt_name
 from .block_trace import (
     ADMIT,
@@ -231,7 +231,7 @@ class TraceReader(msgspec.Struct):
         self._add(at, ADMIT, request.life)
         return request
 
-    def _touched(self, event: old_events.BlocksTouched) -> None:
+    def _touched(self, event: pool_calls.BlocksTouched) -> None:
         request = self._living(event.request, event.at)
         if request is None:
             return
@@ -245,7 +245,7 @@ class TraceReader(msgspec.Struct):
         request.table += event.blocks
         request.lives[request.life].hit_blocks = len(request.table)
 
-    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
         for number, _, blocks in event.calls():
             evicted = self.contents.allocate(number, blocks)
             request = self._living(number, event.at)
@@ -273,7 +273,7 @@ class TraceReader(msgspec.Struct):
             run.append(hash_id)
             behind = number, place
 
-    def _freed(self, event: old_events.BlocksFreed | ev.BlocksDeferred) -> None:
+    def _freed(self, event: pool_calls.BlocksFreed | ev.BlocksDeferred) -> None:
         request = self.requests.get(event.request)
         if request is not None and request.life >= 0:
             gone = set(event.blocks)
@@ -281,7 +281,7 @@ class TraceReader(msgspec.Struct):
             if not request.table:
                 self._release(request, event.at)
 
-    def _reported(self, event: old_events.TablesReported) -> None:
+    def _reported(self, event: pool_calls.TablesReported) -> None:
         """Take the table of a request that was running before the trace began."""
         for number, _, _, blocks in event.tables():
             known = self.requests.get(number)
@@ -291,7 +291,7 @@ class TraceReader(msgspec.Struct):
                 request.table = list(blocks)
                 self._add(event.at, GROW, request.life, len(blocks))
 
-    def _removed(self, event: old_events.TablesRemoved) -> None:
+    def _removed(self, event: pool_calls.TablesRemoved) -> None:
         for number in event.requests:
             self._forget(number, event.at)
 
@@ -331,13 +331,13 @@ _HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
     ev.Admitted: TraceReader._admitted,
     ev.Preempted: TraceReader._preempted,
     ev.Finished: TraceReader._finished,
-    old_events.BlocksTouched: TraceReader._touched,
-    old_events.BlocksAllocated: TraceReader._allocated,
+    pool_calls.BlocksTouched: TraceReader._touched,
+    pool_calls.BlocksAllocated: TraceReader._allocated,
     ev.BlocksCached: TraceReader._cached,
-    old_events.BlocksFreed: TraceReader._freed,
+    pool_calls.BlocksFreed: TraceReader._freed,
     ev.BlocksDeferred: TraceReader._freed,
-    old_events.TablesReported: TraceReader._reported,
-    old_events.TablesRemoved: TraceReader._removed,
+    pool_calls.TablesReported: TraceReader._reported,
+    pool_calls.TablesRemoved: TraceReader._removed,
     ev.BlocksEvicted: TraceReader._evicted,
     ev.PoolReset: TraceReader._reset,
 }

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .block_trace import RESET, BlockTrace, TraceLife, TraceRequest
-from .replays import Replay, Replays, scaled
+from .cache_simulation import Replay, Replays, scaled
 from .simulated_pool import MakePolicy, Replayed
 from .trace_sample import Sample
 

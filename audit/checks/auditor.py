@@ -14,9 +14,9 @@ from typing import Literal
 from ..events import EngineStarted, Event
 from ..figures.sums import add_tokens
 from ..ledger.account import Account
+from ..ledger.entries import Entry
 from ..ledger.ledger import Ledger
-from ..ledger.state import Counted, Watch
-from ..ledger.subjects import Entry
+from ..ledger.ledger_state import Counted, Watch
 from .findings import Findings, KeptFinding
 from .registry import Check, Invariant, Violation, Witness, catalogue
 

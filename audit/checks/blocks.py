@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..causes import NEVER_LOADED, NOT_PLANNED
-from ..ledger.blocks.subjects import (
+from ..ledger.blocks.entries import (
     BlockComparison,
     CachedContent,
     Collision,
@@ -20,7 +20,7 @@ from ..ledger.blocks.subjects import (
     StrayFree,
     Uncovered,
 )
-from ..ledger.subjects import Entry
+from ..ledger.entries import Entry
 from .registry import (
     VLLM_26813,
     VLLM_33775,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
-from ..ledger.loads import OVERDUE_SECONDS
-from ..ledger.subjects import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
+from ..ledger.entries import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
+from ..ledger.load_postings import OVERDUE_SECONDS
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,

@@ -1,14 +1,14 @@
 """The checks on the contents of blocks: a sealed block keeps its bytes, and a hit block was filled.
 
-Their subjects come from :mod:`kvledger.audit.ledger.contents`, which joins what workers compared with the
-holders of the blocks.
+Their subjects come from :mod:`kvledger.audit.ledger.content_postings`, which joins what workers compared with
+the holders of the blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.subjects import ContentChanged, ContentRecomputed, Entry, UnsealedHit
+from ..ledger.entries import ContentChanged, ContentRecomputed, Entry, UnsealedHit
 from .registry import (
     VLLM_38715,
     VLLM_43569,

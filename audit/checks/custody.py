@@ -1,6 +1,7 @@
 """The checks on transfers: a store is handed what was sealed, and a load brings what was handed over.
 
-Their subjects come from :mod:`kvledger.audit.ledger.custody`, which joins both ends by the block's hash.
+Their subjects come from :mod:`kvledger.audit.ledger.transfer_fingerprints`, which joins both ends by the hash
+of the block.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.blocks.records import hash_text
-from ..ledger.subjects import ContentStored, ContentTransfer, Entry
+from ..ledger.entries import ContentStored, ContentTransfer, Entry
 from .registry import (
     LMCACHE_4247,
     LMCACHE_4463,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ledger.blocks.entries import ForeignHit, ForeignLoad
 from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
-from ..ledger.blocks.subjects import ForeignHit, ForeignLoad
-from ..ledger.subjects import Entry
+from ..ledger.entries import Entry
 from .registry import (
     LMCACHE_2880,
     LMCACHE_2961,

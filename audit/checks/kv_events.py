@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.cache_changes import CLEARED, REMOVED, STORED
+from ..ledger.entries import Entry
 from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap, TierMissing
-from ..ledger.subjects import Entry
 from .registry import Witness, invariant
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.subjects import CountedDrafts, Entry, MiscountedLookups, SiblingAdded
+from ..ledger.entries import CountedDrafts, Entry, MiscountedLookups, SiblingAdded
 from .registry import VLLM_30522, VLLM_37460, Witness, drift
 
 # --- lookups ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..errors import LedgerError
-from ..ledger.subjects import Entry
+from ..ledger.entries import Entry
 
 Severity = Literal["violation", "drift"]
 """``violation``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads, or two

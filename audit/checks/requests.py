@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.subjects import Entry, Livelocked, Stalled, StoodStill
+from ..ledger.entries import Entry, Livelocked, Stalled, StoodStill
 from .registry import VLLM_39734, VLLM_49674, Witness, invariant
 
 

@@ -1,7 +1,7 @@
 """Checks of one request's tokens: the figures that the engine reports must agree with what it did.
 
 A check is not called for an unknown account. An entry's account has the figures after the whole event was
-posted; a :class:`~kvledger.audit.ledger.subjects.ReportedCounts` has those of its own instant.
+posted; a :class:`~kvledger.audit.ledger.entries.ReportedCounts` has those of its own instant.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account
-from ..ledger.frozen import Settlement
-from ..ledger.subjects import Entry, ReportedCounts, ReportedLookups, StaleRejection
+from ..ledger.entries import Entry, ReportedCounts, ReportedLookups, StaleRejection
+from ..ledger.statements import Settlement
 from .registry import (
     LMCACHE_2912,
     VLLM_18955,

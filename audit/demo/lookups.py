@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..analysis.reconciliation import Figures, planned, why_reported
+from ..analysis.source_differences import Figures, planned, why_reported
 from ..causes import UNEXPLAINED
 from ..events import AdmissionFailed, Admitted, Event
 from ..ledger.account import Account
@@ -55,7 +55,7 @@ class LookupTotals(msgspec.Struct):
 
 
 Differences = dict[str, LookupTotals]
-"""Signed differences by cause, as in :mod:`~kvledger.audit.analysis.reconciliation`."""
+"""Signed differences by cause, as in :mod:`~kvledger.audit.analysis.source_differences`."""
 
 
 class LookupReport:

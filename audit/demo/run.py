@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..analysis.reconciliation import (
+from ..analysis.source_differences import (
     Differences,
     Figures,
     Reconciliation,

@@ -21,7 +21,7 @@ from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .content.attached import AttachedContent
 from .pool.isolation import IsolationClasses
-from .pool.watch import PoolWatch
+from .pool.pool_watch import PoolWatch
 from .request_labels import LabelReader, group_pattern
 from .step_log import Sink, StepLog
 

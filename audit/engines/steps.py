@@ -17,8 +17,8 @@ from typing import Any
 from .. import events as ev
 from ..text import cut_id
 from .admissions import Admissions
+from .ends_of_lives import Lives
 from .engine_counts import EngineCounts
-from .lives import Lives
 from .loads import Loads
 from .observer import Observer
 from .prompt_reports import PromptReports

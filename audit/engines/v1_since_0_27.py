@@ -18,8 +18,8 @@ from .admissions import Admissions
 from .configuration import configuration_of
 from .connectors.worker_side import WorkerWatch, worker_in_this_process
 from .content.attached import watch_content
+from .ends_of_lives import Lives
 from .engine_counts import EngineCounts
-from .lives import Lives
 from .loads import Loads
 from .observer import CENSUS_STEPS, Observer
 from .prompt_reports import PromptReports

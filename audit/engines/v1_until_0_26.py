@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from .. import events as ev
 from ..hooks import Hook
 from .admissions import NOTHING, Admissions, Attempt
+from .ends_of_lives import Lives
 from .engine_counts import EngineCounts020
 from .hook_tables import V1, amended, signature
-from .lives import Lives
 from .v1_since_0_27 import Parts, V1Observer
 
 HOOKS = amended(

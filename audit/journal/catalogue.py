@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import LedgerError
 from .format import NoSegmentFile, open_segment, read_header, segments
-from .hosts import HostJournal
+from .host_folders import HostJournal
 
 ENGINE = "engine-"
 """The folder name of an engine's journal begins with this."""

@@ -19,7 +19,7 @@ from typing import get_args
 import msgspec
 
 from ..events import Snapshot
-from ..old_events import AnyEvent
+from ..pool_calls import AnyEvent
 from ..text import clean
 from .format import (
     LARGE_BATCH_BYTES,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..old_events import AnyEvent
+from ..pool_calls import AnyEvent
 from .reader import Damage, Position, Reader
 
 

@@ -30,7 +30,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..events import SCHEMA
-from ..old_events import AnyEvent
+from ..pool_calls import AnyEvent
 
 MAGIC = b"kvledger journal "
 FRAME = struct.Struct("<II")

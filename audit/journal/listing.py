@@ -17,7 +17,7 @@ from ..events import ContentWatched, EngineStarted, EngineStopped, Event, Reques
 from .catalogue import KV_EVENTS, WORKER, Catalogue
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
-from .hosts import engine_name
+from .host_folders import engine_name
 from .retention import oldest
 
 FIRST_FRAMES = 4

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import events as ev
-from .. import old_events
+from .. import pool_calls
 
 LARGEST = 1 << 53
 """The largest length, count or number of tokens that an event may hold."""
@@ -107,7 +107,7 @@ _table_rows = _row_layout(header=4, per_item=1)
 _hit_rows = _row_layout(header=4, per_item=2)
 
 
-def _references(event: old_events.BlocksTouched | old_events.BlocksFreed) -> str:
+def _references(event: pool_calls.BlocksTouched | pool_calls.BlocksFreed) -> str:
     if len(event.blocks) != len(event.references):
         return f"{len(event.blocks)} blocks have {len(event.references)} reference counts"
     return ""
@@ -279,10 +279,10 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.BlocksCached: lambda event: _cached_rows("rows", event.rows),
     ev.BlockCopied: _block_copied,
     ev.BlocksPromised: _blocks_promised,
-    old_events.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
-    old_events.BlocksTouched: _references,
-    old_events.BlocksFreed: _references,
-    old_events.TablesReported: lambda event: _table_rows("rows", event.rows),
+    pool_calls.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
+    pool_calls.BlocksTouched: _references,
+    pool_calls.BlocksFreed: _references,
+    pool_calls.TablesReported: lambda event: _table_rows("rows", event.rows),
     ev.Gap: _counts("lost_events", least=-1),
     ev.RequestAdded: _request_added,
     ev.Extended: _extended,

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ..errors import LedgerError
 from ..events import REMOVED, EngineStopped, Gap
-from ..old_events import AnyEvent
+from ..pool_calls import AnyEvent
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import (
     NoSegmentFile,

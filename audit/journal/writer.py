@@ -24,7 +24,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from ..events import Event, Gap, Snapshot
-from ..old_events import AnyEvent
+from ..pool_calls import AnyEvent
 from .format import (
     FILE_MODE,
     HEADER,

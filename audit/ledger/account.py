@@ -1,7 +1,7 @@
 """The account of one request: its lives (``life.py``), its figures and its balances.
 
-Accounts are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (``frozen.py``). The
-posting functions write accounts; nothing here posts.
+Accounts are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (``statements.py``).
+The posting functions write accounts; nothing here posts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from ..events import RequestLabels
-from .frozen import AccountStatement, Line, RemovedRange, Settlement
 from .life import InFlight, Life, life_statement
-from .positions import Losses, PositionRanges
+from .position_ranges import Losses, PositionRanges
+from .statements import AccountStatement, Line, RemovedRange, Settlement
 
 
 class Account:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from .. import events as ev
-from .. import old_events
-from .blocks.decode import post
+from .. import pool_calls
 from .blocks.pool_contents import PoolContents
+from .blocks.split_calls import post
 
 STORED, REMOVED, CLEARED = ev.STORED, ev.REMOVED_BLOCKS, ev.CLEARED
 
@@ -119,7 +119,7 @@ class CacheChanges:
         if not all(blocks for _, _, _, blocks, _, _ in event.calls()):  # it is not known which were cached
             self.whole = False
 
-    def _allocated(self, event: old_events.BlocksAllocated) -> None:
+    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
         for request, _, blocks in event.calls():
             for block, ids in self._contents(event).allocate(request, blocks):
                 for hash_id in ids:
@@ -150,5 +150,5 @@ CacheChanges.postings = {
     ev.BlocksEvicted: CacheChanges._evicted,
     ev.BlockCopied: CacheChanges._copied,
     ev.PoolReset: CacheChanges._reset,
-    old_events.BlocksAllocated: CacheChanges._allocated,
+    pool_calls.BlocksAllocated: CacheChanges._allocated,
 }

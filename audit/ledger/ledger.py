@@ -15,19 +15,19 @@ from .. import events as ev
 from ..causes import END_UNSEEN
 from ..figures.totals import Totals
 from .account import Account
+from .accounts import close_unseen, enter_subjects, make_unknown, see_demand
 from .blocks.ledger import BlockLedger
-from .contents import CONTENTS
-from .custody import CUSTODY, follow_waiting
-from .frozen import AccountStatement
-from .lives import LIVES, withdraw_hit
-from .loads import LOADS
-from .observation import OBSERVATION, forget
-from .posting import close_unseen, enter_subjects, make_unknown, see_demand
+from .content_postings import CONTENTS
+from .engine_postings import OBSERVATION, forget
+from .entries import Entry
+from .ledger_state import LedgerState
+from .life_postings import LIVES, withdraw_hit
+from .load_postings import LOADS
 from .recomputed import RECOMPUTED, compare_hashed
-from .state import LedgerState
-from .steady import activate_all, open_accounts
+from .statements import AccountStatement
 from .steps import STEPS
-from .subjects import Entry
+from .transfer_fingerprints import CUSTODY, follow_waiting
+from .unchanged_steps import activate_all, open_accounts
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:

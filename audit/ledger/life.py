@@ -1,12 +1,12 @@
 """A life of a request, and its tokens in flight.
 
-Both are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (``frozen.py``). The
+Both are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen (``statements.py``). The
 account that holds the lives is in ``account.py``, and the posting functions write them.
 """
 
 from __future__ import annotations
 
-from .frozen import LifeStatement
+from .statements import LifeStatement
 
 
 class InFlight:

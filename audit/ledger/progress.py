@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from .. import events as ev
 from .account import Account
+from .entries import Entry, Livelocked, StoodStill
+from .ledger_state import LedgerState
 from .stalls import STALLED_SECONDS
-from .state import LedgerState
-from .subjects import Entry, Livelocked, StoodStill
 
 IDLE_CALLS = 1_024
 """An engine stands still if so many calls of ``schedule`` in a row scheduled none of the ready requests."""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .. import events as ev
-from .contents import allocation, record_of
+from .content_postings import allocation, record_of
+from .entries import ContentRecomputed, Entry
+from .ledger_state import LedgerState
 from .sketch_state import Computation
-from .state import LedgerState
-from .steady import open_accounts
-from .subjects import ContentRecomputed, Entry
+from .unchanged_steps import open_accounts
 
 THRESHOLD = 0.15
 """The largest distance of two computations that rounding explains (docs/content.md has the measurement)."""

@@ -7,8 +7,8 @@ since when each of them has not run.
 from __future__ import annotations
 
 from .account import Account
-from .state import LedgerState
-from .subjects import Entry, Stalled
+from .entries import Entry, Stalled
+from .ledger_state import LedgerState
 
 STALLED_STEPS = 4_096
 """A running request is stalled if none of this many steps scheduled it, for :data:`STEPS_SECONDS`."""

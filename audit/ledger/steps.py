@@ -1,8 +1,8 @@
 """Postings of scheduled steps and their output: the hot loop of a replay.
 
-Work is counted when its output is delivered (``execution.py``), because only then is it known which tokens
-were rejected; until then the tokens are in flight. At any instant, scheduled = first prompt + first output +
-rework + rejected + overrun + in flight.
+Work is counted when its output is delivered (``executed_tokens.py``), because only then is it known which
+tokens were rejected; until then the tokens are in flight. At any instant, scheduled = first prompt + first
+output + rework + rejected + overrun + in flight.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from typing import Any
 from .. import events as ev
 from ..causes import LOAD_FAILED
 from .account import Account
-from .execution import execute, execute_invalid
-from .life import InFlight, Life
-from .loads import resolve
-from .miscounts import NO_DRAFTS, count_drafts, drafts_counted
-from .posting import (
+from .accounts import (
     account_of,
     add_line,
     begin_life,
@@ -26,9 +22,13 @@ from .posting import (
     make_unknown,
     settle_if_attained,
 )
-from .state import LedgerState
-from .steady import activate, is_steady, make_steady
-from .subjects import Entry, StaleRejection
+from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
+from .entries import Entry, StaleRejection
+from .executed_tokens import execute, execute_invalid
+from .ledger_state import LedgerState
+from .life import InFlight, Life
+from .load_postings import resolve
+from .unchanged_steps import activate, is_steady, make_steady
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:

@@ -33,7 +33,7 @@ from ..analysis.trace_reader import TraceReader
 from ..analysis.trace_sample import Sample, take_sample
 from ..errors import LedgerError
 from ..events import Event
-from ..journal.hosts import engine_name
+from ..journal.host_folders import engine_name
 from ..journal.reader import Position, Reader
 from ..text import printable
 from .windows import EVERYTHING, Window

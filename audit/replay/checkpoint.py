@@ -25,7 +25,7 @@ import msgspec
 from ..errors import LedgerError
 from ..journal.format import FRAME, HEADER, open_segment, segment_name
 from ..journal.reader import Position
-from .kept_files import DRAFT, FOLDER_MODE, replaced
+from .atomic_files import DRAFT, FOLDER_MODE, replaced
 from .serialize import OtherLayout, layout
 
 NAME = "checkpoint"

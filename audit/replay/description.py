@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..events import EngineStarted
-from ..journal.hosts import journal_name
+from ..journal.host_folders import journal_name
 
 if TYPE_CHECKING:
     from ..release_semantics import Meaning

@@ -17,10 +17,10 @@ from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Invariant, Violation
 from ..events import EngineRaised, Event, HookFailed
 from ..figures.sums import add_tokens
-from ..journal.hosts import engine_name
+from ..journal.host_folders import engine_name
 from ..ledger.account import Account
-from ..ledger.observation import error_name
-from ..ledger.state import Watch
+from ..ledger.engine_postings import error_name
+from ..ledger.ledger_state import Watch
 from .observed import Observed, ObserverKind
 from .windows import EVERYTHING, Window
 from .worker_journals import AFTER_PLANNING, WorkerJournals

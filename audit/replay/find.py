@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from ..client_ids import rank
 from ..errors import LedgerError
 from ..journal.catalogue import find_journals
-from ..journal.hosts import host_of
+from ..journal.host_folders import host_of
 from .parallel import is_remote
 
 AnyRequest = TypeVar("AnyRequest", bound="Request")

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ..analysis.costs import CostCounters
-from ..analysis.reconciliation import EngineCounters
+from ..analysis.source_differences import EngineCounters
 from ..analysis.step_times import StepSums
 from ..checks.registry import Violation
 from ..journal.reader import Batch, Reader
-from ..ledger.subjects import Entry
+from ..ledger.entries import Entry
 from .engine_audit import EngineAudit
 from .metrics_state import MetricsState
 from .observers import LiveCosts, LiveSteps, Metrics, Reconciled

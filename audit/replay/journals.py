@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..analysis.calls import Found
-from ..analysis.reconciliation import Reconciliation
+from ..analysis.source_differences import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
 from ..client_ids import rank
 from ..figures.totals import Totals
-from ..journal.hosts import journal_name
+from ..journal.host_folders import journal_name
 from ..journal.reader import Position, Reader
 from ..ledger.account import Account
-from ..ledger.frozen import AccountStatement, Line
-from ..ledger.state import Watch
-from ..old_events import AnyEvent
+from ..ledger.ledger_state import Watch
+from ..ledger.statements import AccountStatement, Line
+from ..pool_calls import AnyEvent
 from ..text import shown_id, utc
 from .engine_audit import EngineAudit
 from .event_journals import compare_events
@@ -31,7 +31,7 @@ from .observed import ObserverKind
 from .observers import KeptAccounts, Reconciled, taken
 from .parallel import Run, here
 from .shared_transfers import compare_transfers
-from .split import Piece, Span, SpanAudit, joined, split_run
+from .spans import Piece, Span, SpanAudit, joined, split_run
 from .window_start import skip_to_window
 from .windows import EVERYTHING, Window
 

@@ -21,7 +21,7 @@ from ..figures.sums import Sums, added
 from ..figures.totals import Totals
 from ..ledger.account import Account
 from ..ledger.kv_counts import KVEventCounts
-from ..ledger.positions import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
+from ..ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..release_semantics import release
 from ..text import salt_name
 from .distribution import Distribution, Exemplar

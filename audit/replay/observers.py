@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..analysis.costs import CostCounters, CostTally
-from ..analysis.reconciliation import Reconciliation
+from ..analysis.source_differences import Reconciliation
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import FAR, STEP_HANDLERS, Sample, StepSums, StepTimes
 from ..checks.auditor import Verdict

@@ -16,7 +16,7 @@ from ..analysis.routing import Contents, RoutedRequest, Routing, Row, Sides, bef
 from ..client_ids import client_names
 from ..errors import LedgerError
 from ..events import KVEventsReceived
-from ..journal.hosts import engine_name
+from ..journal.host_folders import engine_name
 from .event_journals import EventJournal, read_together
 from .recorded_events import Promised
 from .recordings import Neighbours, incomparable, same_port

@@ -40,15 +40,15 @@ from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.records import FailedLoad, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
-from ..ledger.custody_state import CustodyState
-from ..ledger.frozen import Line, RemovedRange, Settlement
 from ..ledger.kv_comparison import KVComparison
 from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap
 from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
-from ..ledger.positions import Losses, PositionRange, PositionRanges
+from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
 from ..ledger.sketch_state import SketchState
+from ..ledger.statements import Line, RemovedRange, Settlement
+from ..ledger.transfer_fingerprint_state import CustodyState
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
 from .followed_audit import FollowedAudit

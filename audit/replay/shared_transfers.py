@@ -1,17 +1,18 @@
 """Compare what an engine loaded with what other engines stored, in engines that share a store.
 
-Each engine's ledger judges its own transfers (:mod:`kvledger.audit.ledger.custody`). A load of a block that
-another engine stored is kept there, and compared here once all journals are read. Engines belong together if
-they have one ``KVLEDGER_CONTENT_KEY``: then equal hashes have equal ids, and equal bytes equal fingerprints.
+Each engine's ledger judges its own transfers (``ledger/transfer_fingerprints.py``). A load of a block
+that another engine stored is kept there, and compared here once all journals are read. Engines belong
+together if they have one ``KVLEDGER_CONTENT_KEY``: then equal hashes have equal ids, and equal bytes equal
+fingerprints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ledger.custody import DIGITS, differences
-from ..ledger.custody_state import VERSIONS_KEPT, ForeignLoad, Stored
-from ..ledger.subjects import ContentTransfer, Entry
+from ..ledger.entries import ContentTransfer, Entry
+from ..ledger.transfer_fingerprint_state import VERSIONS_KEPT, ForeignLoad, Stored
+from ..ledger.transfer_fingerprints import DIGITS, differences
 from .engine_audit import EngineAudit
 
 

@@ -10,7 +10,7 @@ from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Violation, is_once
 from ..events import EngineStarted
 from ..figures.totals import Totals
-from ..journal.hosts import journal_name
+from ..journal.host_folders import journal_name
 from ..ledger.account import Account
 from ..text import utc
 from .description import Described

@@ -17,8 +17,8 @@ from ..conformance.driver import Driver
 from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
-from ..ledger.frozen import Line
-from . import checks
+from ..ledger.statements import Line
+from . import assertions
 from .workload import OUT, Check, Op, Request, Segment, Workload
 
 MOST_STEPS = 4_000
@@ -48,11 +48,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
     def wordings(self, finding: str) -> set[str]:
         """The wordings of its messages of this finding."""
-        return {checks.wording(each.message, each.request) for each in self.found if each.id == finding}
+        return {assertions.wording(each.message, each.request) for each in self.found if each.id == finding}
 
 
 class Engine:
-    """One scheduler under a script; also what a probe reads (see :mod:`~kvledger.audit.repro.probes`)."""
+    """One scheduler under a script; also what a probe reads (see ``engine_figures.py``)."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -282,8 +282,8 @@ class _Watch:
             if self.check is None:
                 self._claim(violation, "now", number)
             if self.check is None and (wrong := self._wrong.get("kept_lookups")):
-                claim = checks.CLAIMS[violation.id][0]
-                self.check = checks.check_of((claim, wrong[1], 0), violation, wrong[0])
+                claim = assertions.CLAIMS[violation.id][0]
+                self.check = assertions.check_of((claim, wrong[1], 0), violation, wrong[0])
 
     def end(self) -> None:
         """Audit what the end of observation emits; then read what is read at the end."""
@@ -293,10 +293,10 @@ class _Watch:
             if self.check is None and not self._engine.in_flight:
                 self._claim(violation, "end", -1)
 
-    def _claim(self, violation: Violation, when: checks.When, after: int) -> None:
-        claimed = checks.claim(self._engine, violation, self._account(violation), when)
+    def _claim(self, violation: Violation, when: assertions.When, after: int) -> None:
+        claimed = assertions.claim(self._engine, violation, self._account(violation), when)
         if claimed is not None:
-            self.check = checks.check_of(claimed, violation, after)
+            self.check = assertions.check_of(claimed, violation, after)
 
     def _account(self, violation: Violation) -> Any:
         accounts = self._auditor.ledger.accounts()
@@ -310,7 +310,7 @@ class _Watch:
         return "".join(_statement_line(line) for line in lines)
 
     def _note_wrong(self, number: int) -> None:
-        from .probes import kept_lookups
+        from .engine_figures import kept_lookups
 
         try:
             kept = kept_lookups(self._engine, "")

@@ -22,7 +22,7 @@ import msgspec
 
 from ..conformance.driver_v0 import V0Setup
 from ..conformance.engine_setup import EngineSetup
-from .cut import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
+from .cut_journal import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
 from .lmcache_store import CHUNK_TOKENS
 from .workload import OUT, Op, Request, Segment, Workload
 

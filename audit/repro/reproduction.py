@@ -15,10 +15,10 @@ import msgspec
 
 from ..errors import LedgerError
 from ..replay.parallel import cores
-from . import checks
-from .cut import Cut, NotRebuilt, cut
+from . import assertions
+from .choose_finding import Seen, choose
+from .cut_journal import Cut, NotRebuilt, cut
 from .drive import Found, Outcome
-from .find import Seen, choose
 from .rebuild import HIT_OF_UNSEEN, Rebuilt, candidates, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
@@ -90,7 +90,7 @@ def reproduce(
     began = time.monotonic()
     _tell(progress, "reading the journal")
     seen = seen or choose(path, finding, request)
-    refused = checks.refusal(seen.id)
+    refused = assertions.refusal(seen.id)
     if refused:
         return Reproduction(status="refused", seen=seen, release=seen.release, reason=refused)
     try:
@@ -204,7 +204,7 @@ class _Search:
         if outcome.check is None:
             return False
         seen = self._cut.seen
-        if checks.wording(seen.message, seen.request_id) in outcome.wordings(seen.id):
+        if assertions.wording(seen.message, seen.request_id) in outcome.wordings(seen.id):
             return True
         self._other_wording = self._other_wording or [(workload, outcome)]
         return False
@@ -212,7 +212,7 @@ class _Search:
     def _wording(self, outcome: Outcome) -> str:
         """The wording that a smaller workload must lead to as well."""
         seen = self._cut.seen
-        wanted, wordings = checks.wording(seen.message, seen.request_id), outcome.wordings(seen.id)
+        wanted, wordings = assertions.wording(seen.message, seen.request_id), outcome.wordings(seen.id)
         return wanted if wanted in wordings else min(wordings)
 
     def _reproduced(self, shrinker: Shrinker, first_seconds: float) -> Reproduction:

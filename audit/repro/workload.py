@@ -118,8 +118,8 @@ class Workload(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class Check(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the reproduction asserts: the engine's figure, and the right one.
 
-    ``probe``: a function of :mod:`~kvledger.audit.repro.probes`. ``after``: how many operations were carried
-    out when it is read; -1: all. ``finding``: the id of the invariant. ``says``: what the figure is.
+    ``probe``: a function of ``engine_figures.py``. ``after``: how many operations were carried out when it is
+    read; -1: all. ``finding``: the id of the invariant. ``says``: what the figure is.
     """
 
     probe: str

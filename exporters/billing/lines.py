@@ -36,8 +36,8 @@ from ...audit.analysis.calls import (
 )
 from ...audit.client_ids import part_of
 from ...audit.errors import LedgerError
-from ...audit.journal.hosts import journal_name
-from ...audit.ledger.frozen import AccountStatement
+from ...audit.journal.host_folders import journal_name
+from ...audit.ledger.statements import AccountStatement
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.observers import KeptAccounts

@@ -15,8 +15,8 @@ from ...audit.figures.sums import added
 from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
+from ...audit.replay.atomic_files import FOLDER_MODE
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.kept_files import FOLDER_MODE
 from ...audit.replay.observers import Steps, taken
 from ...audit.replay.windows import EVERYTHING
 from ..trace.time_series import MINUTE_TICKS, Series

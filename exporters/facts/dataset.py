@@ -21,7 +21,7 @@ import msgspec
 from ...audit.errors import LedgerError
 from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.split import split_run
+from ...audit.replay.spans import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
 from .kept import has_one, journals_and_sessions

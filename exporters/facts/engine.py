@@ -6,7 +6,7 @@ import msgspec
 
 from ...audit.analysis.step_model import StepModel
 from ...audit.events import EngineStarted
-from ...audit.journal.hosts import journal_name
+from ...audit.journal.host_folders import journal_name
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Steps
 from .rows import block_size

@@ -29,12 +29,12 @@ from ...audit.analysis.step_model import StepModel
 from ...audit.errors import LedgerError
 from ...audit.events import EngineStarted
 from ...audit.journal.format import segments
-from ...audit.journal.hosts import engine_name, journal_name, same_place
+from ...audit.journal.host_folders import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
 from ...audit.replay import checkpoint, serialize
+from ...audit.replay.atomic_files import FOLDER, left_behind, replaced
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
-from ...audit.replay.kept_files import FOLDER, left_behind, replaced
 from ...audit.replay.observers import KeptAccounts, Lost, Reconciled, Steps
 from ...audit.replay.windows import Window
 from ..trace.time_series import Series

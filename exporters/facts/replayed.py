@@ -16,13 +16,13 @@ from ...audit.checks.auditor import Verdict
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
 from ...audit.events import Event
-from ...audit.journal.hosts import journal_name
+from ...audit.journal.host_folders import journal_name
 from ...audit.journal.reader import Position
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts, Steps, taken
-from ...audit.replay.split import Piece, Span, SpanAudit, joined
+from ...audit.replay.spans import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, activity_rows

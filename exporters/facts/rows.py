@@ -9,7 +9,7 @@ from msgspec.structs import astuple
 
 from ...audit.analysis.cache_misses import missed_ranges, never_came
 from ...audit.analysis.costs import Loads, before_first_output, first_output_at
-from ...audit.analysis.reconciliation import Reconciliation
+from ...audit.analysis.source_differences import Reconciliation
 from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPTIONS, RESET
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
 from ...audit.checks.registry import Violation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...audit.analysis.costs import CostTally
-from ...audit.analysis.reconciliation import Differences, Figures, Reconciliation, add_difference
+from ...audit.analysis.source_differences import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit

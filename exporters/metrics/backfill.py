@@ -26,8 +26,8 @@ from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair
 from ..files import whole
 from .labels import free_label
+from .metric_list import METRICS, Metric, collect
 from .prometheus import family
-from .table import METRICS, Metric, collect
 from .values import Sample
 
 LEFT_OUT = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...audit.journal.hosts import place_suffix
+from ...audit.journal.host_folders import place_suffix
 from ...audit.replay.followed_audit import FollowedAudit
 
 

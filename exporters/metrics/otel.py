@@ -31,8 +31,8 @@ from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
+from .metric_list import Metric, collect
 from .spans import Ids, RequestSpans
-from .table import Metric, collect
 from .values import Sample
 
 logger = logging.getLogger("kvledger")

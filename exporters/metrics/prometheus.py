@@ -12,7 +12,7 @@ from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.followed_audit import FollowedAudit
-from .table import METRICS, SUFFIXES, Metric, collect
+from .metric_list import METRICS, SUFFIXES, Metric, collect
 from .values import Sample
 
 EXEMPLAR_CHARACTERS = 128

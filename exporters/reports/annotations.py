@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import __version__
 from ...audit.checks.registry import catalogue
-from .audit import AuditReport, FindingData, plain
+from .audit_data import AuditReport, FindingData, plain
 from .audit_text import verdict
 from .terminal import counted
 

@@ -1,6 +1,6 @@
 """An audit for a person at a terminal: the verdict and its reasons, then tables of sources and work.
 
-Drawn from the data of ``audit.py``; no figure is made here. Account statements of one request are in
+Drawn from the data of ``audit_data.py``; no figure is made here. Account statements of one request are in
 ``statement.py``.
 """
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...audit.causes import external_loss, loss
 from . import contents, costs
-from .audit import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
+from .audit_data import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (
     VERDICTS,
     blocks,

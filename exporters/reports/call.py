@@ -10,7 +10,7 @@ from rich.text import Text
 from ...audit.analysis.calls import DECODE, PREFILL, CallFigures, CallRequest, calls_of, figures
 from ...audit.replay.journals import RequestStatement
 from . import terminal
-from .audit import csv_of, statement_data
+from .audit_data import csv_of, statement_data
 
 ROLES = {
     "": "",

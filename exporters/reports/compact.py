@@ -13,7 +13,7 @@ from ...audit.replay.parallel import Run, here
 from ..facts.compact import Compacted, compact
 from ..facts.kept import is_session, journals_and_sessions
 from ..facts.retention import Retention
-from .audit import structs_csv
+from .audit_data import structs_csv
 from .listing import names_of
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text

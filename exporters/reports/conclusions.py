@@ -16,7 +16,7 @@ from ...audit import causes
 from ...audit.analysis.costs import REWORK, MoreBlocks
 from ...audit.causes import external_loss
 from ...audit.figures.totals import Totals
-from .audit import AuditReport, share
+from .audit_data import AuditReport, share
 from .costs import CostReport
 from .terminal import counted, percent
 from .why import Why

@@ -20,8 +20,8 @@ from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
-from . import audit, audit_text, statement, terminal
-from .audit import AuditReport, DifferenceData, PlannedSplit
+from . import audit_data, audit_text, statement, terminal
+from .audit_data import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
@@ -48,9 +48,9 @@ def run(inject: str | None, folder: Path | None, *, as_json: bool, verbose: bool
     """Run the demo with a progress bar, print its result, and return the exit code."""
     with terminal.progress("vLLM starts", "vLLM serves requests") as progress:
         demo = run_demo(inject, folder, progress)
-    report = audit.report(demo.audit)
+    report = audit_data.report(demo.audit)
     if as_json:
-        print(audit.as_json(data(demo, report)))
+        print(audit_data.as_json(data(demo, report)))
     else:
         terminal.show(render(demo, report, verbose=verbose))
     return exit_code(demo, report)
@@ -67,11 +67,11 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
     """The demo as one object: the audit's fields, and those that only the demo has."""
     expected = demo.injection.expected_invariant if demo.injection else None
     counters, named = _counters(demo) or (None, [])
-    report_data: dict[str, object] = audit.plain(report)
+    report_data: dict[str, object] = audit_data.plain(report)
     return {
         **report_data,
-        "engine_counters": audit.plain(counters),
-        "engine_counter_differences": audit.plain(named),
+        "engine_counters": audit_data.plain(counters),
+        "engine_counter_differences": audit_data.plain(named),
         "lookups": _lookups_data(demo.lookups),
         "engine_preemptions": demo.engine_preemptions,
         "engine_failure": demo.failure,
@@ -80,7 +80,7 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
         "injection": demo.injection.name if demo.injection else None,
         "expected": expected,
         "found": demo.defect_found if demo.injection else None,
-        "statement": audit.statement_data(demo.statement) if demo.statement else None,
+        "statement": audit_data.statement_data(demo.statement) if demo.statement else None,
         "journal": str(demo.journal),
         "log": str(demo.log),
     }
@@ -90,19 +90,19 @@ def _counters(demo: Demo) -> tuple[PlannedSplit, list[DifferenceData]] | None:
     """The engine's counters as a row. They don't say how many requests they count, hence -1."""
     if demo.counters is None:
         return None
-    named = audit.differences(demo.to_counters, "reported", "counters")
-    return audit.plan(demo.counters, -1), named
+    named = audit_data.differences(demo.to_counters, "reported", "counters")
+    return audit_data.plan(demo.counters, -1), named
 
 
 def _lookups_data(lookups: LookupReport) -> dict[str, object]:
     counters = lookups.counters
     steps = (("admitted", "counters", lookups.to_counters), ("counters", "reported", lookups.to_reported))
     return {
-        "admitted": audit.plain(lookups.admitted),
+        "admitted": audit_data.plain(lookups.admitted),
         "counters": counters and {name: getattr(counters, name) for name in COUNTERS},
-        "reported": audit.plain(lookups.reported),
+        "reported": audit_data.plain(lookups.reported),
         "differences": [
-            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit.plain(totals)}
+            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit_data.plain(totals)}
             for from_, to, step in steps
             for cause, totals in step.items()
         ],

@@ -20,7 +20,7 @@ from ...audit.figures.declared import BY_NAME, FIGURES
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from .audit import share, structs_csv
+from .audit_data import share, structs_csv
 from .costs import gathered, part
 from .summary import SummaryRow, summary_row
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title

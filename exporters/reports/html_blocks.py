@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...audit.analysis.block_states import STATES
 from ..trace.time_series import TICKS
 from . import charts
-from .audit import share
+from .audit_data import share
 from .block_use import facts, spread_rows
 from .html_data import PageData
 

@@ -13,7 +13,7 @@ from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..trace.time_series import Series, together
-from .audit import AuditReport, report
+from .audit_data import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport

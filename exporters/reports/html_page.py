@@ -18,7 +18,7 @@ from ..files import whole
 from ..templating import environment
 from ..trace.time_series import TICKS, Series
 from . import charts, costs
-from .audit import AuditReport, FindingData, share
+from .audit_data import AuditReport, FindingData, share
 from .conclusions import SHOWN
 from .contents import sentences
 from .html_blocks import block_section

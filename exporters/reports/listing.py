@@ -17,7 +17,7 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.journals import audit_paths
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
-from .audit import structs_csv
+from .audit_data import structs_csv
 from .terminal import blocks, counted, plain_table
 from .whatif import bytes_text
 

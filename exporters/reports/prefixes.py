@@ -13,7 +13,7 @@ from ...audit.analysis.prefixes import Prefix
 from ...audit.replay.block_traces import block_prefixes
 from ...audit.replay.parallel import Run, here
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .audit import csv_of
+from .audit_data import csv_of
 from .terminal import blocks, counted, figures_table, indented, title
 
 LEGEND = (

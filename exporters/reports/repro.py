@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.errors import LedgerError
+from ...audit.repro.assertions import refusal
 from ...audit.repro.bisect import Environment, Run, run_file
-from ...audit.repro.checks import refusal
-from ...audit.repro.find import Ambiguous, Seen, choose
+from ...audit.repro.choose_finding import Ambiguous, Seen, choose
 from ...audit.repro.reproduction import OtherRelease, Reproduction, reproduce
 from ...audit.text import printable
 from ..files import whole

@@ -16,7 +16,7 @@ from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.replay.routed import routing
 from . import terminal
-from .audit import csv_of
+from .audit_data import csv_of
 
 INDEXES = ("own", "tokens", "dynamo")
 

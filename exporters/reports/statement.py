@@ -13,10 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.ledger.frozen import AccountStatement, Line, Settlement
+from ...audit.ledger.statements import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
 from . import audit_text, terminal
-from .audit import finding
+from .audit_data import finding
 
 FOLD = 3
 """The least number of consecutive repeated entries that become one line."""

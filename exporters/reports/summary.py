@@ -18,7 +18,7 @@ from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from . import costs as cost
-from .audit import csv_of, share
+from .audit_data import csv_of, share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport

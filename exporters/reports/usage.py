@@ -29,7 +29,7 @@ from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
 from ..usage_logs import UsageLog
 from . import terminal
-from .audit import csv_of
+from .audit_data import csv_of
 
 SHOWN = 20
 """Calls that differ and are printed without ``-v``."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
-from ...audit.analysis.replays import Replay, Replays
+from ...audit.analysis.cache_simulation import Replay, Replays
 from ...audit.analysis.simulated_pool import MakePolicy, Replayed
 from ...audit.analysis.trace_sample import Sample
 from ...audit.analysis.whatif import (
@@ -37,7 +37,7 @@ from ..facts.kept_blocks import recorded_blocks, traces_at
 from ..files import whole
 from ..templating import environment
 from ..trace.groups import check_trace, trace_group
-from .audit import structs_csv
+from .audit_data import structs_csv
 from .terminal import blocks, counted, figures_table, indented, notes, percent, title
 from .whatif_chart import curve_chart
 

@@ -24,7 +24,7 @@ from ...audit.conformance.driver_v0 import V0Setup
 from ...audit.conformance.engine_setup import EngineSetup
 from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import Fault
-from ...audit.repro import probes
+from ...audit.repro import engine_figures
 from ...audit.repro.workload import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 
@@ -326,7 +326,7 @@ def _figure(check: Check, fault: Fault | None) -> dict[str, Any]:
 
 def source(probe: str) -> str:
     """The text of a probe, without annotations."""
-    text = inspect.getsource(getattr(probes, probe))
+    text = inspect.getsource(getattr(engine_figures, probe))
     text = re.sub(r"^def (\w+)\(.*?\) -> .*?:$", r"def \1(engine, name):", text, count=1, flags=re.M)
     return re.sub(r"^( +\w+): .*? = ", r"\1 = ", text, flags=re.M)
 

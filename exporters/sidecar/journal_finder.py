@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import Catalogue, find_journals, holds_journal, look_into
-from ...audit.journal.hosts import HostJournal
+from ...audit.journal.host_folders import HostJournal
 
 Notify = Callable[[str], None]
 """Called with one sentence for each problem."""

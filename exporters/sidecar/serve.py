@@ -15,10 +15,10 @@ from ...audit.replay.checkpoint import HIDDEN
 from ..metrics.otel import attach_telemetry
 from . import http_server, systemd
 from .compactor import Compactor, seconds_of
+from .engine_metrics import attach_reconciliation, check_url
 from .follower import Follower, ignore
 from .journal_finder import Notify
 from .pages import TELEMETRY_PATH, Site
-from .scrape_engine import attach_reconciliation, check_url
 
 STOP_SECONDS = 0.5
 """How long the batch that is being posted and the last checkpoint may delay the end, so that the sidecar

@@ -5,7 +5,7 @@
     requests = frames.requests("/var/lib/kvledger")
     requests.groupby("outcome")[["prompt_tokens", "local", "external"]].sum()
 
-Columns and their meaning are in :data:`~kvledger.exporters.trace.tables.TABLES`. Text is ``string``, a count
+Columns and their meaning are in :data:`~kvledger.exporters.trace.columns.TABLES`. Text is ``string``, a count
 ``Int64``, seconds ``Float64`` and a time ``datetime64[us, UTC]``; a null is ``<NA>`` or ``NaT``.
 """
 
@@ -20,7 +20,7 @@ from ...audit.errors import LedgerError
 from ...audit.replay.windows import EVERYTHING, Window
 from ..facts.schema import Rows
 from ..inputs import reading
-from .tables import TABLES, rows
+from .columns import TABLES, rows
 
 DTYPES = {"text": "string", "count": "Int64", "seconds": "Float64", "time": "datetime64[us, UTC]"}
 
@@ -68,7 +68,7 @@ def occupancy(paths: Paths) -> pd.DataFrame:
 
 
 def table(name: str, paths: Paths) -> pd.DataFrame:
-    """One of :data:`~kvledger.exporters.trace.tables.TABLES`.
+    """One of :data:`~kvledger.exporters.trace.columns.TABLES`.
 
     Raises LedgerError for a path that holds no journal.
     """

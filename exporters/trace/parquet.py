@@ -1,6 +1,6 @@
 """Tables of a trace in Parquet files, for DuckDB, Spark, pandas, polars, or a spreadsheet.
 
-One file per table, such as ``requests.parquet``. Columns and their meaning are in ``tables.py`` and in the
+One file per table, such as ``requests.parquet``. Columns and their meaning are in ``columns.py`` and in the
 metadata of each field. Commands read a folder with ``requests.parquet`` back. Needs the analysis extra.
 """
 
@@ -18,7 +18,7 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..facts.parquet import RowWriter
 from ..facts.schema import Column, Rows
 from ..files import draft_of
-from .tables import TABLES, rows
+from .columns import TABLES, rows
 
 BUFFER_BYTES = 256 << 10
 

@@ -15,7 +15,7 @@ import pytest
 from tests import journals
 from tests.histories import events
 
-from kvledger.audit.analysis.reconciliation import Figures
+from kvledger.audit.analysis.source_differences import Figures
 from kvledger.audit.demo import lookups
 from kvledger.audit.demo import run as demo
 from kvledger.audit.demo.run import Demo, EngineFailed
@@ -24,7 +24,7 @@ from kvledger.audit.events import HookFailed
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.reports import demo as demo_report
-from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.audit_data import report
 
 COUNTERS = {
     'vllm:prompt_tokens_by_source{source="local_cache_hit"}': 0,

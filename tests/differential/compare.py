@@ -26,7 +26,7 @@ from tests.differential.tape import LookupStats, Tape
 from tests.engines.observed import audited, observe
 
 from kvledger.audit.events import LookupsCounted
-from kvledger.audit.ledger.frozen import AccountStatement
+from kvledger.audit.ledger.statements import AccountStatement
 
 LEVELS = ("tokens", "blocks")
 GIVEN_BY_HITS = ("settled", "hit_again", "loaded_again", "first_prompt", "rework")

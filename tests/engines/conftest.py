@@ -10,7 +10,7 @@ import pytest
 from tests.engines.observed import observe
 
 from kvledger.audit.events import Event
-from kvledger.audit.old_events import AnyEvent
+from kvledger.audit.pool_calls import AnyEvent
 
 Recorded = Callable[..., list[Event]]
 

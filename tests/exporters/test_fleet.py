@@ -20,7 +20,7 @@ from tests import journals
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.inputs import reading
-from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.audit_data import report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.html_data import gather
 from kvledger.exporters.reports.summary import summarize

@@ -11,9 +11,9 @@ from tests.exporters.labels import labelled
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.reports import diff, html_page, live_tail
+from kvledger.exporters.reports import diff, html_page, tail_screen
 from kvledger.exporters.reports.summary import summarize
-from kvledger.exporters.reports.tail import follow
+from kvledger.exporters.reports.tail_lines import follow
 from kvledger.exporters.reports.why import as_csv, render, why
 from kvledger.exporters.trace.groups import KEYS, NO_ADAPTER, NO_GROUP, NO_SALT, time_name
 
@@ -107,8 +107,8 @@ def test_tail_prints_the_groups_of_ended_requests(trace: Path, capsys: pytest.Ca
 
 
 def test_tail_bounds_its_groups(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_tail, "MOST_GROUPS", 1)
-    tail = live_tail.LiveTail(trace, "priority")
+    monkeypatch.setattr(tail_screen, "MOST_GROUPS", 1)
+    tail = tail_screen.LiveTail(trace, "priority")
     tail.poll()
     tail.close()
 
@@ -122,4 +122,4 @@ def test_a_pattern_that_can_not_be_read_is_refused(trace: Path) -> None:
     with pytest.raises(LedgerError, match="no regular expression"):
         diff.compare([trace], [trace], by="(")
     with pytest.raises(LedgerError, match="no regular expression"):
-        live_tail.LiveTail(trace, "(")
+        tail_screen.LiveTail(trace, "(")

@@ -25,11 +25,11 @@ from tests.fuzz.traces import Trace
 
 from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.ledger.frozen import AccountStatement
+from kvledger.audit.ledger.statements import AccountStatement
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.metrics.prometheus import AuditCollector
-from kvledger.exporters.reports import html_page, statement, summary, tail, why  # noqa: F401  loaded in advance
+from kvledger.exporters.reports import html_page, statement, summary, why  # noqa: F401  loaded in advance
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.trace import parquet  # noqa: F401  loaded in advance
 

@@ -37,7 +37,7 @@ GROUND = (
     "audit.client_ids",
     "audit.errors",
     "audit.events",
-    "audit.old_events",
+    "audit.pool_calls",
     "audit.causes",
     "audit.release_semantics",
     "audit.faults",
@@ -48,7 +48,7 @@ LEDGER = (*GROUND, "audit.figures", "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
 ANALYSIS = (*CHECKS, "audit.analysis")
 REPLAY = (*ANALYSIS, "audit.journal", "audit.replay")
-EVENTS = ("audit.errors", "audit.events", "audit.old_events")
+EVENTS = ("audit.errors", "audit.events", "audit.pool_calls")
 OUTER = Rule(ours=("audit",))
 
 RULES = {
@@ -61,7 +61,7 @@ RULES = {
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.errors": Rule(libraries=NONE),
     "audit.events": Rule(ours=("audit.errors",)),
-    "audit.old_events": Rule(ours=("audit.events",)),
+    "audit.pool_calls": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
     "audit.client_ids": Rule(libraries=NONE),
     "audit.hash_key": Rule(libraries=NONE, ours=("audit.errors",)),
@@ -77,8 +77,10 @@ RULES = {
         ours=(*EVENTS, "audit.journal.possible_events", "audit.text", "audit.journal.format")
     ),
     "audit.journal.format": Rule(ours=EVENTS),
-    "audit.journal.hosts": Rule(ours=(*EVENTS, "audit.text")),
-    "audit.journal.catalogue": Rule(ours=("audit.errors", "audit.journal.format", "audit.journal.hosts")),
+    "audit.journal.host_folders": Rule(ours=(*EVENTS, "audit.text")),
+    "audit.journal.catalogue": Rule(
+        ours=("audit.errors", "audit.journal.format", "audit.journal.host_folders")
+    ),
     "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
     "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.decode")),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
@@ -87,7 +89,7 @@ RULES = {
     ),
     # accounts, what must hold of them, why figures differ, and journals read again
     "audit.figures": Rule(
-        ours=("audit.causes", "audit.figures", "audit.ledger.account", "audit.ledger.frozen"),
+        ours=("audit.causes", "audit.figures", "audit.ledger.account", "audit.ledger.statements"),
     ),
     "audit.ledger": Rule(ours=LEDGER),
     "audit.checks": Rule(ours=CHECKS),
@@ -133,7 +135,7 @@ RULES = {
     "audit.repro": OUTER._replace(libraries=MSGSPEC | HOST),
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
-    "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.table"), libraries=NONE),
+    "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.metric_list"), libraries=NONE),
     "dashboards.preview": Rule(ours=("audit.errors", "dashboards", "exporters.templating"), libraries=NONE),
 }
 

@@ -16,7 +16,7 @@ from tests.repro.faults import FAULTS
 from kvledger.audit import events as ev
 from kvledger.audit.journal.format import segment_number, segments
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.repro.find import findings
+from kvledger.audit.repro.choose_finding import findings
 from kvledger.audit.repro.reproduction import Reproduction, reproduce
 
 FINDING = "tokens/in-flight"

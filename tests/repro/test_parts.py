@@ -15,8 +15,8 @@ from tests.repro.crowds import record
 from tests.repro.faults import FAULTS
 
 from kvledger.audit.journal.format import segments
-from kvledger.audit.repro import find
-from kvledger.audit.repro.find import Ambiguous, Part, Seen, Wanted, choose, findings
+from kvledger.audit.repro import choose_finding
+from kvledger.audit.repro.choose_finding import Ambiguous, Part, Seen, Wanted, choose, findings
 
 FINDING = "tokens/in-flight"
 
@@ -47,18 +47,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a segment or two, audited in this process."""
-    monkeypatch.setattr(find, "PART_BYTES", 6 << 10)
-    monkeypatch.setattr(find, "cores", lambda: 1)
+    monkeypatch.setattr(choose_finding, "PART_BYTES", 6 << 10)
+    monkeypatch.setattr(choose_finding, "cores", lambda: 1)
 
 
 def test_the_finding_chosen_from_parts_is_the_one_of_the_whole_journal(found: Found):
-    assert len(find._parts(found.folder)) >= 4
+    assert len(choose_finding._parts(found.folder)) >= 4
 
     assert choose(found.folder, FINDING, None) == found.first(FINDING)
 
 
 def test_parts_have_every_violation_of_the_journal(found: Found):
-    parts = [seen for part in find._parts(found.folder) for seen in find._first_of_part(part, Wanted())]
+    parts = [
+        seen
+        for part in choose_finding._parts(found.folder)
+        for seen in choose_finding._first_of_part(part, Wanted())
+    ]
 
     assert {seen.id for seen in parts if seen.severity == "violation"} == found.violations
 
@@ -71,7 +75,9 @@ def test_one_part_has_the_finding_whichever_segments_begin_a_part(found: Found, 
         starts = [numbers[0], *numbers[size - offset :: size]]
         ends = [start - 1 for start in starts[1:]] + [numbers[-1]]
         parts = [Part(found.folder, a, b, max(1, a - 1)) for a, b in zip(starts, ends, strict=True) if a <= b]
-        owners = [part for part in parts if find._first_of_part(part, Wanted(FINDING, seen.request_id))]
+        owners = [
+            part for part in parts if choose_finding._first_of_part(part, Wanted(FINDING, seen.request_id))
+        ]
         assert 1 == len(owners)
         assert owners[0].first is not None and owners[0].last is not None
         assert owners[0].first <= seen.segment <= owners[0].last
@@ -80,13 +86,13 @@ def test_one_part_has_the_finding_whichever_segments_begin_a_part(found: Found, 
 def test_a_finding_that_no_part_has_is_searched_from_the_beginning(
     found: Found, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(find, "_first_of_part", lambda part, wanted: [])
+    monkeypatch.setattr(choose_finding, "_first_of_part", lambda part, wanted: [])
 
     assert choose(found.folder, FINDING, None) == found.first(FINDING)
 
 
 def test_processes_find_what_one_process_finds(found: Found, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find, "cores", lambda: 2)
+    monkeypatch.setattr(choose_finding, "cores", lambda: 2)
 
     assert choose(found.folder, FINDING, None) == found.first(FINDING)
 
@@ -94,14 +100,16 @@ def test_processes_find_what_one_process_finds(found: Found, monkeypatch: pytest
 def test_the_only_violation_is_chosen_among_drifts(found: Found, monkeypatch: pytest.MonkeyPatch):
     several = [seen for seen in found.findings if seen.severity == "drift" or seen.id == FINDING]
     assert len({seen.id for seen in several}) > 1
-    monkeypatch.setattr(find, "_in_parallel", lambda parts, wanted: iter(several))
+    monkeypatch.setattr(choose_finding, "_in_parallel", lambda parts, wanted: iter(several))
 
     assert FINDING == choose(found.folder, None, None).id
 
 
 def test_several_violations_must_be_chosen_from(found: Found, monkeypatch: pytest.MonkeyPatch):
     other = msgspec.structs.replace(found.first(FINDING), id="tokens/negative")
-    monkeypatch.setattr(find, "_in_parallel", lambda parts, wanted: iter([found.first(FINDING), other]))
+    monkeypatch.setattr(
+        choose_finding, "_in_parallel", lambda parts, wanted: iter([found.first(FINDING), other])
+    )
 
     with pytest.raises(Ambiguous):
         choose(found.folder, None, None)

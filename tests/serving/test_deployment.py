@@ -25,8 +25,8 @@ from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar,
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.dashboards import check, rules, tokens_board, trust_board
-from kvledger.exporters.metrics.table import METRICS
-from kvledger.exporters.sidecar.reconcile import WINDOW_SECONDS
+from kvledger.exporters.metrics.metric_list import METRICS
+from kvledger.exporters.sidecar.compare_counters import WINDOW_SECONDS
 
 pytestmark = pytest.mark.serving
 

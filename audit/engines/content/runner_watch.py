@@ -22,10 +22,10 @@ from ...text import cut_id
 from ..connector_metadata import reader_of
 from ..step_log import StepLog
 from .block_tables import NULL_BLOCK, Hit, Tables
-from .custody import CustodyWatch
 from .layout import Layout, read_layout
 from .options import ContentOptions
 from .seals import Seals
+from .transfer_fingerprints import CustodyWatch
 
 if TYPE_CHECKING:
     from .sketches import SketchWatch

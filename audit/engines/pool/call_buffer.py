@@ -120,7 +120,7 @@ class CallBuffer:
         self.rows += (CACHED, NO_REQUEST, group, 2 * length, len(blocks), *blocks)
 
     def tables_reported(self, rows: Sequence[int]) -> None:
-        """The present block tables, as rows of :class:`~kvledger.audit.old_events.TablesReported`."""
+        """The present block tables, as rows of :class:`~kvledger.audit.pool_calls.TablesReported`."""
         self.rows += (TABLES_REPORTED, NO_REQUEST, -1, 0, len(rows), *rows)
 
     def tables_removed(self, request_id: str) -> None:

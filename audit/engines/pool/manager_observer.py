@@ -13,7 +13,7 @@ from typing import Any
 from ... import events as ev
 from ...text import cut_id
 from ..step_log import Sink, StepLog
-from .watch import PoolWatch
+from .pool_watch import PoolWatch
 
 
 class _Log(StepLog):

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import events as ev
-from ... import old_events
+from ... import pool_calls
+from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Block, Pool
-from .subjects import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 
 LEAK_SECONDS = 900.0
 """How long a connector may keep the blocks of an ended request."""
@@ -55,7 +55,7 @@ def _compare_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int
         pool.hashes_known = False
 
 
-def _tables(holdings: Holdings, event: old_events.TablesReported) -> None:
+def _tables(holdings: Holdings, event: pool_calls.TablesReported) -> None:
     places: dict[tuple[int, int, int], int] = {}
     for request, group, computed, table in event.tables():
         number = next((n for n, pool in holdings.pools.items() if group in pool.groups), None)
@@ -155,7 +155,7 @@ def compare_references(holdings: Holdings, number: int, block: int, record: Bloc
         record.holders_known = False
 
 
-def _tables_removed(holdings: Holdings, event: old_events.TablesRemoved) -> None:
+def _tables_removed(holdings: Holdings, event: pool_calls.TablesRemoved) -> None:
     for request in event.requests:
         holdings.ending.pop(request, None)
         holdings.isolation.pop(request, None)
@@ -184,7 +184,7 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
 
 ENGINE_REPORTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.PoolSeen: _seen,
-    old_events.TablesReported: _tables,
+    pool_calls.TablesReported: _tables,
     ev.BlockStatesReported: _block_states,
-    old_events.TablesRemoved: _tables_removed,
+    pool_calls.TablesRemoved: _tables_removed,
 }

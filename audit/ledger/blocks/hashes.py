@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from ... import events as ev
 from ...causes import EVICTED, RESET
-from ..frozen import RemovedRange
+from ..statements import RemovedRange
+from .entries import CachedContent
 from .holdings import Holdings
 from .invalid import mark_invalid, mark_never_loaded
 from .isolation import isolation_below
 from .records import TABLE, UNKNOWN, FailedLoad, Operation, Pool, hash_text, remember
-from .subjects import CachedContent
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from ... import events as ev
 from ..account import Account
-from ..frozen import RemovedRange
+from ..statements import RemovedRange
 from .demand import BlockDemand
+from .entries import BlockFinding, Collision, Subject
 from .records import PIN, TABLE, UNKNOWN, Block, FailedLoad, Holder, Operation, Pool, hash_text
-from .subjects import BlockFinding, Collision, Subject
 
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""

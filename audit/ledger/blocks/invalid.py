@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from ... import events as ev
 from ...causes import NEVER_LOADED, NOT_PLANNED
+from .entries import InvalidHit
 from .holdings import Holdings
 from .records import TABLE, Block, InvalidKV, Pool
-from .subjects import InvalidHit
 
 USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)
 """Causes of lost external tokens that the engine does not know of, so that it uses the tokens."""

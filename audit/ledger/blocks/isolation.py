@@ -7,9 +7,9 @@ differ.
 
 from __future__ import annotations
 
+from .entries import ForeignHit
 from .holdings import Holdings
 from .records import Holder
-from .subjects import ForeignHit
 
 FIXED = 2
 """The class of the cache salt and the class of the LoRA adapter; a pair for each multimodal input follows."""

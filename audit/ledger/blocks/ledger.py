@@ -15,11 +15,11 @@ from typing import ClassVar
 from ... import events as ev
 from ...causes import RESET
 from . import hashes, invalid, store
-from .decode import calls
 from .engine_reports import ENGINE_REPORTS
+from .entries import BlockFinding
 from .holdings import Accounts, Holdings
 from .operations import OPERATIONS
-from .subjects import BlockFinding
+from .split_calls import calls
 
 _APPLYING = OPERATIONS | hashes.HASHES | ENGINE_REPORTS
 

@@ -11,16 +11,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from ... import events as ev
-from ... import old_events
+from ... import pool_calls
 from ...causes import EVICTED
 from .engine_reports import compare_references
+from .entries import StrayFree
 from .holdings import Holdings
 from .isolation import report_other_classes
 from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember, used
-from .subjects import StrayFree
 
 
-def _allocated(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
+def _allocated(holdings: Holdings, event: pool_calls.BlocksAllocated) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is not None:
         for request, group, blocks in event.calls():
@@ -29,7 +29,7 @@ def _allocated(holdings: Holdings, event: old_events.BlocksAllocated) -> None:
 
 def _allocate(
     holdings: Holdings,
-    event: old_events.BlocksAllocated,
+    event: pool_calls.BlocksAllocated,
     pool: Pool,
     request: int,
     group: int,
@@ -56,7 +56,7 @@ def _allocate(
         pool.free_blocks -= 1
 
 
-def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
+def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
@@ -89,7 +89,7 @@ def _touched(holdings: Holdings, event: old_events.BlocksTouched) -> None:
         compare_references(holdings, event.pool, block, record, references)
 
 
-def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
+def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
@@ -113,7 +113,7 @@ def _freed(holdings: Holdings, event: old_events.BlocksFreed) -> None:
         compare_references(holdings, event.pool, block, pool.records[block], references)
 
 
-def _release(holdings: Holdings, event: old_events.BlocksFreed, block: int, record: Block) -> bool:
+def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, record: Block) -> bool:
     """Remove the reference that was freed; False if the block has no such holder."""
     if event.request >= 0:
         fits = [
@@ -172,9 +172,9 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
 
 
 OPERATIONS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
-    old_events.BlocksAllocated: _allocated,
-    old_events.BlocksTouched: _touched,
-    old_events.BlocksFreed: _freed,
+    pool_calls.BlocksAllocated: _allocated,
+    pool_calls.BlocksTouched: _touched,
+    pool_calls.BlocksFreed: _freed,
     ev.BlockCopied: _copied,
     ev.BlocksDeferred: _deferred,
 }

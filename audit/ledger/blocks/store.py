@@ -7,9 +7,9 @@ a promise is foreign only if no request of its own classes is known to have save
 from __future__ import annotations
 
 from ... import events as ev
+from .entries import ForeignLoad
 from .holdings import Holdings
 from .isolation import difference, isolation_below
-from .subjects import ForeignLoad
 
 KEYS_KEPT = 1 << 16
 """How many keys of the store are remembered, the last ones."""

@@ -6,7 +6,7 @@ import pytest
 from tests.audit.analysis.test_prefixes import A, B, C, Recording
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.analysis.block_states import BlockStates, BlockUse, Occupancy, Quantiles, Stay
 
 
@@ -73,7 +73,7 @@ def test_free_blocks_of_a_trace_that_begins_in_the_middle_are_unknown_until_repo
     last = occupancies[-1]
     assert (1, 2, 1, 0) == (last.running, last.cached, last.empty, last.unknown)
 
-    allocated = old_events.BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 4])
+    allocated = pool_calls.BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 4])
     _, occupancies, _ = followed([seen, allocated])
     assert (2, 0, 0, 2) == tuple(
         getattr(occupancies[-1], n) for n in ("running", "cached", "empty", "unknown")

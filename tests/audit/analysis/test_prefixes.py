@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.analysis.prefixes import Prefix
 from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes
 
@@ -28,11 +28,11 @@ class Recording:
         whole = len(hit) + len(computed)
         self.events.append(ev.RequestAdded(at, number, f"r{number}", whole * SIZE + 1))
         if hit:
-            touched = old_events.BlocksTouched(at, 1, 0, number, 0, "touch", list(hit), [1] * len(hit))
+            touched = pool_calls.BlocksTouched(at, 1, 0, number, 0, "touch", list(hit), [1] * len(hit))
             self.events.append(touched)
         ids = [block for block, _ in computed]
         rows = [number, 0, len(ids), *ids]
-        self.events.append(old_events.BlocksAllocated(at + 1, 1, 0, "allocate", rows))
+        self.events.append(pool_calls.BlocksAllocated(at + 1, 1, 0, "allocate", rows))
         cached = [number, 0, -1, len(ids)]
         for place, (block, hash_id) in enumerate(computed):
             cached += [block, hash_id, (len(hit) + place + 1) * SIZE]
@@ -40,7 +40,7 @@ class Recording:
         self.events.append(ev.Admitted(at, number, 1, False, len(hit) * SIZE, 0, False, len(hit) * SIZE))
         freed = [*hit, *ids]
         self.events.append(
-            old_events.BlocksFreed(at + 2, 1, 0, number, 0, "free", freed[::-1], [0] * len(freed))
+            pool_calls.BlocksFreed(at + 2, 1, 0, number, 0, "free", freed[::-1], [0] * len(freed))
         )
 
     def prefixes(self) -> dict[str, Prefix]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvledger.audit.analysis.usage import CallIndex, Told, Usage, reconcile
 from kvledger.audit.ledger.account import Account
-from kvledger.audit.ledger.frozen import AccountStatement, Settlement
+from kvledger.audit.ledger.statements import AccountStatement, Settlement
 
 PROMPT = 100
 

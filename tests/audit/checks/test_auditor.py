@@ -36,8 +36,8 @@ from kvledger.audit.events import (
     Snapshot,
     SnapshotRow,
 )
+from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.ledger import POSTINGS
-from kvledger.audit.ledger.subjects import Entry
 from kvledger.audit.ledger.sums import ERRORS_KEPT
 
 NEVER_LOADED = {"never_loaded", "not_planned"}

@@ -19,8 +19,8 @@ from kvledger.audit.events import (
     RequestAdded,
     Stepped,
 )
-from kvledger.audit.ledger.custody import differences
-from kvledger.audit.old_events import BlocksAllocated
+from kvledger.audit.ledger.transfer_fingerprints import differences
+from kvledger.audit.pool_calls import BlocksAllocated
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

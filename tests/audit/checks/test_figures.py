@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.audit.analysis.reconciliation import FIGURES as COMPARED
+from kvledger.audit.analysis.source_differences import FIGURES as COMPARED
 from kvledger.audit.checks.figures import FIGURES
 from kvledger.audit.checks.registry import catalogue
-from kvledger.exporters.sidecar.scrape_engine import COUNTERS, ENDED
+from kvledger.exporters.sidecar.engine_metrics import COUNTERS, ENDED
 
 PAGE = Path(__file__).parents[3] / "docs/reconciliation.md"
 NAMES = [name for figure in FIGURES for name in figure.names]

@@ -20,7 +20,7 @@ from tests.scenarios.registry import HYBRID
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.engine_setup import EngineSetup
 from kvledger.audit.engines.steps import AT_REST_STEPS
-from kvledger.audit.old_events import TablesReported
+from kvledger.audit.pool_calls import TablesReported
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -7,7 +7,7 @@ from tests.audit.checks.watched import Watched
 from tests.scenarios.driving import Driver
 from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
 
-from kvledger.audit.ledger.frozen import Settlement
+from kvledger.audit.ledger.statements import Settlement
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

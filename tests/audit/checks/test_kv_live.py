@@ -27,9 +27,9 @@ from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, KVEventsReceived
 from kvledger.audit.ledger import kv_comparison
 from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED
+from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.kv_comparison import KVComparison
 from kvledger.audit.ledger.kv_counts import KVEventCounts
-from kvledger.audit.ledger.subjects import Entry
 
 
 class Live:

@@ -35,8 +35,8 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.account import Account
-from kvledger.audit.ledger.frozen import Settlement
-from kvledger.audit.ledger.subjects import Entry
+from kvledger.audit.ledger.entries import Entry
+from kvledger.audit.ledger.statements import Settlement
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

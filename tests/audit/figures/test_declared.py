@@ -33,7 +33,7 @@ from pathlib import Path
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.serialize import capture, restore
-from kvledger.exporters.metrics.table import collect
+from kvledger.exporters.metrics.metric_list import collect
 
 audit = FollowedAudit(Path(sys.argv[1]))
 with Reader(audit.path) as reader:
@@ -108,13 +108,13 @@ def test_exported_tables_and_their_page_have_an_added_figure(
 
     kvledger(product, "export", journal, "-o", tmp_path)
     assert [2] == pq.read_table(tmp_path / "requests.parquet")["admissions"].to_pylist()
-    page = run(product, "-m", "kvledger.exporters.trace.tables")
+    page = run(product, "-m", "kvledger.exporters.trace.columns")
     assert "| `admissions` | count | number of admissions" in page
 
 
 def test_the_metrics_and_a_checkpoint_have_an_added_figure(product: Path, journal: Path) -> None:
     assert "2" == run(product, "-c", READ_COUNTER, journal).strip()
-    assert "`kvledger_admissions_total`" in run(product, "-m", "kvledger.exporters.metrics.table")
+    assert "`kvledger_admissions_total`" in run(product, "-m", "kvledger.exporters.metrics.metric_list")
 
 
 # --- the sums --------------------------------------------------------------------------------------------

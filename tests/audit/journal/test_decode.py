@@ -13,7 +13,7 @@ from msgspec.structs import fields
 from tests import journals
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal.catalogue import find_journals
@@ -72,9 +72,9 @@ IMPOSSIBLE = [
     (ev.BlocksCached(5, 1, 0, [1, 0, 8, -1]), "rows has a count of -1"),
     (ev.BlockCopied(5, 1, 0, 1, 0, "f", [7], False), "a copy has no source and target"),
     (ev.BlocksPromised(5, 1, 1, 0, 16, 0, [7]), "block_tokens is 0"),
-    (old_events.BlocksAllocated(5, 1, 0, "f", [1, 0, 9]), "rows ends before its last row does"),
-    (old_events.BlocksFreed(5, 1, 0, 1, 0, "f", [7], []), "1 blocks have 0 reference counts"),
-    (old_events.TablesReported(5, 1, [1, 0, 8, -HUGE]), f"rows has a count of {-HUGE}"),
+    (pool_calls.BlocksAllocated(5, 1, 0, "f", [1, 0, 9]), "rows ends before its last row does"),
+    (pool_calls.BlocksFreed(5, 1, 0, 1, 0, "f", [7], []), "1 blocks have 0 reference counts"),
+    (pool_calls.TablesReported(5, 1, [1, 0, 8, -HUGE]), f"rows has a count of {-HUGE}"),
 ]
 
 
@@ -229,7 +229,7 @@ def test_a_fifo_in_the_place_of_the_lock_does_not_block(tmp_path: Path) -> None:
 
 
 def test_every_field_with_text_is_made_printable() -> None:
-    for kind in get_args(old_events.AnyEvent):
+    for kind in get_args(pool_calls.AnyEvent):
         cleaned = {name for name, _ in _cleaners(kind)}
         text = {
             field.name

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
@@ -134,7 +134,7 @@ def counted(header: int, per_item: int) -> st.SearchStrategy[list[int]]:
 
 
 @st.composite
-def pool_calls(draw: st.DrawFn) -> dict[str, Any]:
+def calls_of_a_pool(draw: st.DrawFn) -> dict[str, Any]:
     by, rows = draw(st.lists(TEXT, min_size=1, max_size=3)), []
     for code in draw(st.lists(st.integers(0, 7), max_size=4)):
         tables = code == ev.TABLES_REPORTED
@@ -210,10 +210,10 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.BlocksMoved: blocks_moved(),
     ev.BlocksSketched: blocks_sketched(),
     ev.KVEventsReceived: kv_events(),
-    old_events.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
-    old_events.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
-    old_events.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
-    old_events.TablesReported: st.fixed_dictionaries({"rows": counted(4, 1)}),
+    pool_calls.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
+    pool_calls.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
+    pool_calls.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
+    pool_calls.TablesReported: st.fixed_dictionaries({"rows": counted(4, 1)}),
 }
 """Fields whose numbers have a layout."""
 
@@ -233,7 +233,7 @@ def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
     return made.filter(lambda event: kind is ev.SnapshotRow or not impossible([event]))
 
 
-EVENTS = get_args(old_events.AnyEvent)
+EVENTS = get_args(pool_calls.AnyEvent)
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
@@ -278,7 +278,7 @@ def test_impossible_contents_are_named(event: ev.Event, phrase: str) -> None:
 
 
 def test_every_event_type_is_tested() -> None:
-    named = [*vars(ev).values(), *vars(old_events).values()]
+    named = [*vars(ev).values(), *vars(pool_calls).values()]
     defined = {kind for kind in named if isinstance(kind, type)} - {ev.Event}
 
     tagged = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
-from kvledger.audit.ledger.blocks.decode import calls
+from kvledger.audit import pool_calls
+from kvledger.audit.ledger.blocks.split_calls import calls
 
 AT, STEP, POOL = 9, 4, 1
 POOL_CODE = 8 * POOL
@@ -14,11 +14,11 @@ POOL_CODE = 8 * POOL
 CALLS = {
     "allocated": (
         [POOL_CODE + ev.ALLOCATED, 7, 0, 1, 2, 30, 31],
-        old_events.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
+        pool_calls.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 2, 30, 31]),
     ),
     "one block allocated to each request": (
         [POOL_CODE + ev.ALLOCATED_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
-        old_events.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
+        pool_calls.BlocksAllocated(AT, STEP, POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
     ),
     "cached, owner known by its table": (
         [POOL_CODE + ev.CACHED, -1, 0, 2 * -3, 3, 30, 5, 16],
@@ -26,11 +26,11 @@ CALLS = {
     ),
     "touched": (
         [POOL_CODE + ev.TOUCHED, 7, 0, 0, 4, 30, 31, 2, 1],
-        old_events.BlocksTouched(AT, STEP, POOL, 7, 0, "hit", [30, 31], [2, 1]),
+        pool_calls.BlocksTouched(AT, STEP, POOL, 7, 0, "hit", [30, 31], [2, 1]),
     ),
     "freed without a table": (
         [POOL_CODE + ev.FREED, -1, -1, 0, 2, 30, 0],
-        old_events.BlocksFreed(AT, STEP, POOL, -1, -1, "hit", [30], [0]),
+        pool_calls.BlocksFreed(AT, STEP, POOL, -1, -1, "hit", [30], [0]),
     ),
     "cached": (
         [POOL_CODE + ev.CACHED, 7, 0, 2 * 20, 6, 30, 1 << 62, 16, 31, 5, 32],
@@ -42,9 +42,9 @@ CALLS = {
     ),
     "table reported": (
         [ev.TABLES_REPORTED, -1, -1, 0, 5, 7, 0, 16, 1, 30],
-        old_events.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
+        pool_calls.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
     ),
-    "table removed": ([ev.TABLES_REMOVED, 7, -1, 0, 0], old_events.TablesRemoved(AT, [7])),
+    "table removed": ([ev.TABLES_REMOVED, 7, -1, 0, 0], pool_calls.TablesRemoved(AT, [7])),
 }
 
 
@@ -82,4 +82,4 @@ def test_calls_of_a_later_step_have_its_number() -> None:
 def test_each_call_has_the_stack_of_the_event() -> None:
     (allocated,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.ALLOCATED, 7, 0, 0, 1, 30], ["here"]))
 
-    assert old_events.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == allocated
+    assert pool_calls.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == allocated

@@ -23,7 +23,7 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.account import Account
-from kvledger.audit.old_events import BlocksAllocated
+from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.exporters.facts.rows import missed_tokens
 
 BLOCK = 16

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests import journals
-from tests.audit.replay.test_split import MIX, cut_trace
+from tests.audit.replay.test_spans import MIX, cut_trace
 from tests.simulated import Mix
 
 from kvledger.audit.events import Snapshot, SnapshotRow
@@ -23,7 +23,7 @@ from kvledger.audit.replay.window_start import skip_to_window
 from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import replayed
 from kvledger.exporters.reports import html_data
-from kvledger.exporters.reports.audit import as_json, report
+from kvledger.exporters.reports.audit_data import as_json, report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.why import why
 

@@ -17,15 +17,15 @@ from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
-from kvledger.audit.engines.pool import watch
+from kvledger.audit.engines.pool import pool_watch
 from kvledger.audit.engines.pool.allocations import Allocations
 from kvledger.audit.engines.pool.attribution import BlockRun
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.blocks.decode import calls
+from kvledger.audit.ledger.blocks.split_calls import calls
 
 Allocation = tuple[int, int, int, str, list[int]]
 """Step, request, group, operation and blocks."""
@@ -34,7 +34,7 @@ Allocation = tuple[int, int, int, str, list[int]]
 def allocations(events: list[ev.Event]) -> list[Allocation]:
     rows_of: list[Allocation] = []
     for call in each(events):
-        rows = call.rows if isinstance(call, old_events.BlocksAllocated) else []
+        rows = call.rows if isinstance(call, pool_calls.BlocksAllocated) else []
         while rows:
             end = 3 + rows[2]
             rows_of.append((call.step, rows[0], rows[1], call.by, rows[3:end]))
@@ -47,7 +47,7 @@ def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
     calls = [
         event
         for event in each(events)
-        if isinstance(event, old_events.BlocksTouched | old_events.BlocksFreed)
+        if isinstance(event, pool_calls.BlocksTouched | pool_calls.BlocksFreed)
     ]
     return [(type(call), call.step, call.request, call.group, call.blocks, call.references) for call in calls]
 
@@ -68,7 +68,7 @@ def by_the_stack(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatc
 def wrapped(scenario: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> list[ev.Event]:
     """The events of a scenario in which every call is wrapped."""
     with monkeypatch.context() as patched:
-        patched.setattr(watch, "can_track", lambda *_: False)
+        patched.setattr(pool_watch, "can_track", lambda *_: False)
         return observe(scenario, level="blocks")[1]
 
 
@@ -232,7 +232,7 @@ def test_blocks_touched_by_hand_are_pinned_at_any_time(monkeypatch: pytest.Monke
 
     assert counted(wrapped(scenario, monkeypatch)) == counted(read)
     assert 2 == sum(
-        what is old_events.BlocksTouched and request < 0 for what, _, request, *_ in counted(read)
+        what is pool_calls.BlocksTouched and request < 0 for what, _, request, *_ in counted(read)
     )
     assert "clean" == audited(read).verdict
 
@@ -253,7 +253,7 @@ def test_a_request_id_that_is_used_again_at_once_is_another_request() -> None:
     read = observe(scenario, level="blocks")[1]
 
     assert [0, 1, 2, 3, 4] == [
-        call.requests[0] for call in each(read) if isinstance(call, old_events.TablesRemoved)
+        call.requests[0] for call in each(read) if isinstance(call, pool_calls.TablesRemoved)
     ]
     assert "clean" == audited(read).verdict
 
@@ -294,7 +294,7 @@ def test_deferred_steps_are_emitted_together_each_with_its_number(
     _, read = observe(two_decoding, level="blocks", names_no_blocks=names_no_blocks)
     told = [event for event in read if isinstance(event, ev.PoolCalls)]
     steps = {
-        call.step for event in told for call in calls(event) if isinstance(call, old_events.BlocksAllocated)
+        call.step for event in told for call in calls(event) if isinstance(call, pool_calls.BlocksAllocated)
     }
 
     assert len(steps) > len([event for event in told if ev.IN_STEP in event.rows[::5]]) > 0
@@ -327,7 +327,7 @@ def test_tables_that_do_not_follow_from_the_calls_are_reported_also_after_deferr
 
     _, read = observe(scenario, level="blocks")
     stated = [
-        event for event in each(read) if isinstance(event, old_events.TablesReported) and event.step == 5
+        event for event in each(read) if isinstance(event, pool_calls.TablesReported) and event.step == 5
     ]
 
     assert [1] == [event.rows[0] for event in stated]
@@ -405,7 +405,7 @@ def test_with_stacks_each_operation_is_recorded_at_the_call_that_made_it() -> No
     told = [
         event
         for event in each(sink.take())
-        if isinstance(event, old_events.BlocksAllocated | ev.BlocksCached)
+        if isinstance(event, pool_calls.BlocksAllocated | ev.BlocksCached)
     ]
     innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
 

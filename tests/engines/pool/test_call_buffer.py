@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.engines.pool.attribution import NO_REQUEST, BlockRun, Owners
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.blocks.decode import calls
+from kvledger.audit.ledger.blocks.split_calls import calls
 
 
 def buffer() -> CallBuffer:
@@ -29,7 +29,7 @@ def emitted(of: CallBuffer) -> list[tuple[str, Any]]:
 
 
 def _blocks(call: ev.Event) -> Any:
-    return call.rows if isinstance(call, old_events.BlocksAllocated) else getattr(call, "blocks", None)
+    return call.rows if isinstance(call, pool_calls.BlocksAllocated) else getattr(call, "blocks", None)
 
 
 def test_an_empty_buffer_has_no_event() -> None:

@@ -14,11 +14,11 @@ from tests.scenarios.driving import start
 
 import kvledger
 from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.engines.pool.sweep import SWEEP_BLOCKS, SWEEP_TABLES
+from kvledger.audit.engines.pool.pool_census import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import Admitted, BlockStatesReported
-from kvledger.audit.old_events import TablesReported
+from kvledger.audit.pool_calls import TablesReported
 
 POOL_BLOCKS = 300
 REQUESTS = 6

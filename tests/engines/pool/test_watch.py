@@ -13,7 +13,7 @@ from tests.engines.observed import audited, each
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit import old_events
+from kvledger.audit import pool_calls
 from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.engines import blocks_out_of_reach, host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
@@ -126,7 +126,7 @@ def test_a_block_pinned_from_outside_is_held_by_no_request(watched: Watched) -> 
     watched.manager.free(request)
     watched.pool.free_blocks([block])
 
-    (pinned,) = [event for event in watched.seen(old_events.BlocksTouched) if event.request < 0]
+    (pinned,) = [event for event in watched.seen(pool_calls.BlocksTouched) if event.request < 0]
 
     assert [block.block_id] == pinned.blocks
     assert [2] == pinned.references
@@ -139,7 +139,7 @@ def test_a_pin_outlives_its_request_until_it_is_unpinned(watched: Watched) -> No
     watched.manager.free(request)
     watched.pool.unpin_blocks([block], lambda *_: None)
 
-    freed = [event for event in watched.seen(old_events.BlocksFreed) if event.by == "unpin_blocks"]
+    freed = [event for event in watched.seen(pool_calls.BlocksFreed) if event.by == "unpin_blocks"]
 
     assert [([block.block_id], [0])] == [(event.blocks, event.references) for event in freed]
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 
-from kvledger.audit import causes, old_events
+from kvledger.audit import causes, pool_calls
 from kvledger.audit import events as ev
 from kvledger.audit.analysis.block_states import BlockStates, BlockUse
 from kvledger.audit.analysis.block_trace import (
@@ -31,9 +31,9 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.replay.atomic_files import FOLDER
 from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes, block_trace
 from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.kept_files import FOLDER
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts import compact as compacting
 from kvledger.exporters.facts import kept
@@ -155,11 +155,11 @@ class Engine:
         if early:
             self.emit(admitted)
         if hit:
-            touched = old_events.BlocksTouched(self.at, 1, 0, number, 0, "touch", hit, [1] * len(hit))
+            touched = pool_calls.BlocksTouched(self.at, 1, 0, number, 0, "touch", hit, [1] * len(hit))
             self.emit(touched)
         if fresh:
             rows = [number, 0, len(fresh), *fresh]
-            self.emit(old_events.BlocksAllocated(self.at, 1, 0, "allocate", rows))
+            self.emit(pool_calls.BlocksAllocated(self.at, 1, 0, "allocate", rows))
             row = [number, 0, -1, len(fresh)]
             for index, block in enumerate(fresh, len(hit)):
                 row += [block, hashes[index], (index + 1) * SIZE]
@@ -174,7 +174,7 @@ class Engine:
     def _release(self, number: int) -> None:
         table = self.tables.pop(number)
         freed = table[::-1]
-        self.emit(old_events.BlocksFreed(self.at, 1, 0, number, 0, "free", freed, [0] * len(freed)))
+        self.emit(pool_calls.BlocksFreed(self.at, 1, 0, number, 0, "free", freed, [0] * len(freed)))
         held = {block for other in self.tables.values() for block in other}
         self.free += [block for block in freed if block not in held]
 
@@ -185,7 +185,7 @@ class Engine:
                 self.emit(ev.Extended(self.at, number, self.lengths[number] * SIZE + 9, 0))
             self.emit(ev.Finished(self.at, number, "stop", 0, 0, 0, 0, 0))
             self._release(number)
-            self.emit(old_events.TablesRemoved(self.at, [number]))
+            self.emit(pool_calls.TablesRemoved(self.at, [number]))
             del self.lengths[number]
 
     def preempt(self) -> None:

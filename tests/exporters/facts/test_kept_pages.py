@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.audit.replay.test_split import cut_trace
+from tests.audit.replay.test_spans import cut_trace
 from tests.exporters.facts.test_compact import HOUR, MINUTE, SLOWER, approximately, count_batches
 from tests.exporters.facts.test_compact import Engine as PlainEngine
 from tests.simulated_trace import WALL_SECONDS

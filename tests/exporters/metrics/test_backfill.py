@@ -15,7 +15,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import CacheReset
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.metrics import backfill
-from kvledger.exporters.metrics.table import collect
+from kvledger.exporters.metrics.metric_list import collect
 
 AllSeries = dict[tuple[str, frozenset[tuple[str, str]]], list[tuple[float, float]]]
 LABELS = {"job": "a", "instance": "b"}

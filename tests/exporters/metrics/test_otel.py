@@ -21,8 +21,8 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Gap, RequestAdded, Setting, Snapshot
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics import otel
+from kvledger.exporters.metrics.metric_list import GROUPS, METRICS
 from kvledger.exporters.metrics.otel import Telemetry, attach_telemetry, protocol, wanted
-from kvledger.exporters.metrics.table import GROUPS, METRICS
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 RESUMED = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"

@@ -12,7 +12,7 @@ from tests.command_line import exit_code
 
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import annotations
-from kvledger.exporters.reports.audit import report
+from kvledger.exporters.reports.audit_data import report
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.histories import events
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import audit_text, terminal
-from kvledger.exporters.reports.audit import AuditReport, FindingData, report
+from kvledger.exporters.reports.audit_data import AuditReport, FindingData, report
 
 
 def finding(request: str, *, id: str = "tokens/negative", repeats: int = 0) -> FindingData:

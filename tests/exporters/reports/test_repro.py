@@ -13,8 +13,8 @@ from tests.exporters.repro.workloads import CASES
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.repro.bisect import Run
+from kvledger.audit.repro.choose_finding import Ambiguous, Seen
 from kvledger.audit.repro.drive import Found
-from kvledger.audit.repro.find import Ambiguous, Seen
 from kvledger.audit.repro.reproduction import OtherRelease, Reproduction
 from kvledger.exporters.reports import repro
 

@@ -17,7 +17,7 @@ from kvledger.audit.ledger import kv_comparison
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.routed import routing
-from kvledger.exporters.metrics.table import collect
+from kvledger.exporters.metrics.metric_list import collect
 from kvledger.exporters.sidecar.follower import Follower
 
 BEGAN = journals.STARTED.wall_seconds

@@ -18,7 +18,7 @@ from kvledger.audit.events import Event, Gap, RequestAdded, Snapshot, SnapshotRo
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import shared_prompts
 from kvledger.audit.replay.shared_prompts import SharedPrompts, WaitingPrompt
-from kvledger.exporters.metrics.table import METRICS
+from kvledger.exporters.metrics.metric_list import METRICS
 from kvledger.exporters.sidecar.follower import Follower
 
 PROMPT = 100

@@ -1,0 +1,232 @@
+"""What all postings share: accounts are opened, found, settled and closed, and entries are made."""
+
+from __future__ import annotations
+
+from .. import causes
+from .. import events as ev
+from ..figures.sums import add_tokens
+from .account import Account
+from .blocks.entries import BlockFinding
+from .blocks.records import usable, used
+from .entries import Entry, ReportedCounts
+from .ledger_state import LedgerState
+from .life import Life
+from .position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
+from .statements import Line, Settlement
+from .unchanged_steps import activate, open_accounts
+
+
+def open_account(state: LedgerState, request: int, request_id: str, prompt_tokens: int) -> Account:
+    """Open an account; a request that has one already ended unseen."""
+    if request in state.living:
+        close_unseen(state, request)
+    account = Account(request, request_id, prompt_tokens, state.at)
+    if state.watch is not None and state.watch(request_id):
+        account.lines = []
+    if state.lost_track is not None:
+        make_unknown(account, state.lost_track)
+    state.living[request] = account
+    return account
+
+
+def find_account(state: LedgerState, request: int) -> Account | None:
+    """The open account of a request, posted up to now, or None."""
+    account = state.living.get(request)
+    if account is not None and account.steady_scheduled >= 0:
+        activate(state, account)
+    return account
+
+
+def see_demand(state: LedgerState) -> None:
+    """Note how many blocks are needed now beside those that preempted requests held."""
+    for pool in state.blocks.pools.values():
+        state.blocks.demand.see(used(pool))
+
+
+def end_wait(state: LedgerState, account: Account) -> None:
+    """A request that may have been preempted is admitted, or ends: note how many blocks it lacked."""
+    for pool in state.blocks.pools.values():
+        percent = state.blocks.demand.end(account.request, usable(pool))
+        account.more_blocks_percent = max(account.more_blocks_percent, percent)
+
+
+def account_of(state: LedgerState, request: int) -> Account:
+    """The open account of a request, posted up to now; a new unknown one if there is none."""
+    account = state.living.get(request)
+    if account is not None:
+        if account.steady_scheduled >= 0:
+            activate(state, account)
+    else:
+        account = open_account(state, request, f"#{request}", 0)
+        make_unknown(account, "its arrival was not observed")
+    return account
+
+
+def close_account(state: LedgerState, request: int, account: Account) -> None:
+    """Take an account out of the open ones and add it to the sums."""
+    state.living.pop(request, None)
+    state.transfers.closed(request)
+    if state.counted is None or state.counted(account):
+        state.sums.ended.add(account)
+    if state.keep_closed:
+        state.closed[account.request_id] = account
+
+
+def close_unseen(state: LedgerState, request: int) -> None:
+    """Close the account of a request whose end was not observed."""
+    account = account_of(state, request)
+    make_unknown(account, causes.END_UNSEEN)
+    account.outcome = causes.UNKNOWN
+    account.closed_at = state.at
+    close_account(state, request, account)
+
+
+def make_unknown(account: Account, reason: str) -> None:
+    """Mark an account as unknown, so that nothing is checked or claimed about it. The first reason stays."""
+    if account.unknown is None:
+        account.unknown = reason
+
+
+def begin_life(state: LedgerState, account: Account, local: int, external: int) -> Life:
+    """Begin a life with its local and external hits."""
+    life = Life(len(account.lives) + 1, local, external, asynchronous=False)
+    life.began_at, life.began_step = state.at, state.step
+    account.life = life
+    account.lives.append(life)
+    account.admissions += 1
+    return life
+
+
+def roll_back(
+    state: LedgerState, account: Account, start: int, end: int, cause: str, alive_from: int = 0
+) -> None:
+    """Lower the life's computed tokens from ``end`` to ``start``. KV below ``alive_from`` is not lost."""
+    tokens = end - start
+    if tokens <= 0:
+        return
+    account.losses.add(max(start, alive_from), delivered_end(account, end), cause)
+    account.computed = start
+    if account.life is not None:
+        add_tokens(account.life.rolled_back, cause, tokens)
+    add_line(state, account, f"rolled back: {causes.loss(cause)}", debit=tokens)
+
+
+def delivered_end(account: Account, end: int) -> int:
+    """``end``, or the first position in flight in the present life: its KV does not exist yet."""
+    for flight in account.in_flight:
+        if flight.life is account.life and flight.invalid_from < 0:
+            return min(flight.start, end)
+    return end
+
+
+def settle_if_attained(state: LedgerState, account: Account) -> None:
+    """Settle with an output, unless a prompt token has no valid KV yet.
+
+    Then a later output or the end of the request settles.
+    """
+    tally = account.positions.tally(account.carried, account.prompt_tokens)
+    if tally["unattained"]:
+        account.incomplete = True
+    else:
+        _settle(state, account, tally)
+
+
+def settle(state: LedgerState, account: Account) -> None:
+    """Settle at the end of a request or a chunk: a token without valid KV is unattained."""
+    _settle(state, account, account.positions.tally(account.carried, account.prompt_tokens))
+
+
+def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None:
+    """Attribute each prompt token to its first valid origin, for good."""
+    settlement = Settlement(
+        prompt_tokens=account.prompt_tokens,
+        carried=account.carried,
+        local=tally[LOCAL],
+        external=tally[EXTERNAL],
+        computed=tally[COMPUTED],
+        unattained=tally[UNATTAINED],
+        at=state.at,
+        step=state.step,
+        invalid_hits=_invalid_hits(account),
+    )
+    account.settled = True
+    account.settlements.append(settlement)
+    state.entries.append(Entry(state.number, state.step, state.at, settlement, account))
+    if account.lines is not None:
+        figures = ", ".join(f"{n} {source}" for source, n in tally.items() if n)
+        hits = f" ({settlement.invalid_hits} of them invalid hits)" if settlement.invalid_hits else ""
+        add_line(state, account, f"prompt settled: {figures}{hits}")
+
+
+def _invalid_hits(account: Account) -> int:
+    """Prompt tokens that no source gave valid KV, although the engine hit a cached block for them."""
+    tokens, counted = 0, account.carried
+    for start, end in sorted(account.invalid_hits):
+        start, counted = max(start, counted), max(counted, min(end, account.prompt_tokens))
+        if start < counted:
+            tokens += account.positions.tally(start, counted)[UNATTAINED]
+    return tokens
+
+
+def enter(state: LedgerState, event: ev.Event, account: Account | None = None) -> None:
+    """Make an entry of the event itself."""
+    state.entries.append(Entry(state.number, state.step, state.at, event, account))
+
+
+def enter_subjects(state: LedgerState, findings: list[BlockFinding], step: int) -> None:
+    """Make entries of the subjects that the ledger of blocks reported."""
+    for subject, request in findings:
+        state.entries.append(Entry(state.number, step, state.at, subject, open_accounts(state).get(request)))
+
+
+def enter_computed(state: LedgerState, account: Account, instant: str, computed: int) -> None:
+    """Make an entry if the computed tokens that the engine reported are not those of the account.
+
+    Most events report this one count, and nearly all of them agree, so an entry for each would be costly.
+    """
+    if computed != account.computed:
+        enter_reported(state, account, instant, computed, -1, -1)
+
+
+def enter_reported(
+    state: LedgerState,
+    account: Account,
+    instant: str,
+    computed: int,
+    in_flight: int,
+    placeholders: int,
+    sequence: int = -1,
+) -> None:
+    """Make an entry that compares the counts the engine reported with the account."""
+    if account.unknown is None and computed != -1:
+        subject = ReportedCounts(
+            instant,
+            computed,
+            account.computed,
+            in_flight,
+            account.in_flight_tokens,
+            placeholders,
+            sequence,
+            account.sequence_tokens,
+        )
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
+
+
+def add_line(
+    state: LedgerState, account: Account, text: str, credit: int = 0, debit: int = 0, life: int = 0
+) -> None:
+    """Add a line to the account statement, if one is kept."""
+    if account.lines is not None:
+        number = life or (account.life.number if account.life else len(account.lives))
+        account.lines.append(
+            Line(
+                state.number,
+                state.at,
+                state.step,
+                number,
+                text,
+                credit,
+                debit,
+                account.computed,
+            )
+        )

@@ -1,0 +1,351 @@
+"""What the ledger reports beside an event: comparisons and losses that checks judge.
+
+An :class:`Entry` pairs one subject with its account. Subjects about blocks are in ``blocks/subjects.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from .. import events as ev
+from .account import Account
+from .blocks.entries import Subject
+from .kv_differences import StreamSubject
+from .statements import Settlement
+
+
+class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
+    """Counts that the engine reported for one request, beside the ledger's, at one instant.
+
+    Where the engine reports computed tokens alone, there is a subject only if they differ.
+
+    ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
+    ``census``, ``finished``. A count that the engine does not have is -1.
+    """
+
+    instant: str
+    computed: int
+    ledger_computed: int
+    in_flight: int = -1
+    ledger_in_flight: int = -1
+    placeholders: int = -1
+    sequence: int = -1
+    ledger_sequence: int = -1
+
+
+class ExternalTokensLost(NamedTuple):
+    """External tokens that failed or were cancelled. ``blocks``: block ids known to stay unfilled.
+
+    ``by_worker``: ``never_started`` (a worker did not start the load) or ``failure_unheard`` (the engine
+    ignored the failure that a worker reported); "" where the scheduler's events alone prove the loss.
+    """
+
+    tokens: int
+    cause: str
+    start: int
+    blocks: list[int]
+    by_worker: str = ""
+
+
+class Overdue(NamedTuple):
+    """A transfer that a connector began and has not ended for ``OVERDUE_SECONDS``.
+
+    ``what``: ``load`` (``tokens`` are still pending) or ``free`` (``blocks`` are still kept). ``done``: the
+    workers did report the transfer as finished.
+    """
+
+    what: str
+    request_id: str
+    seconds: int
+    tokens: int
+    blocks: int
+    done: bool = False
+
+
+class Handover(NamedTuple):
+    """What a connector was handed when a request ended, beside the account.
+
+    ``reported``: the computed tokens that the engine reported just before. -1: the engine has no such count.
+    """
+
+    request_id: str
+    computed: int
+    reported: int
+    ledger_computed: int
+    blocks: int
+    room: int
+    trimmed: bool
+
+
+class Stalled(NamedTuple):
+    """A request that none of the last ``steps`` steps scheduled, in ``seconds``, while others ran.
+
+    ``runs``: a step has scheduled it in its present life; else the request waits.
+    """
+
+    steps: int
+    seconds: int
+    runs: bool
+
+
+class StoodStill(NamedTuple):
+    """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests."""
+
+    calls: int
+    seconds: int
+    ready: int
+
+
+class Livelocked(NamedTuple):
+    """``steps`` in a row, in ``seconds``, gave none of the open ``requests`` a token that it had not had.
+
+    ``tokens`` were scheduled. ``preemptions`` are those of the request that was scheduled most.
+    """
+
+    steps: int
+    seconds: int
+    tokens: int
+    requests: int
+    preemptions: int
+
+
+class Unpromised(NamedTuple):
+    """A worker loaded into blocks of no promise, so their KV was overwritten."""
+
+    worker: int
+    step: int
+    blocks: list[int]
+
+
+class Unsaved(NamedTuple):
+    """A worker was ordered to save KV, but was not made to wait for the saves."""
+
+    worker: int
+    step: int
+    saves: int
+
+
+class ReportedLookups(NamedTuple):
+    """The engine's prefix-cache lookup statistics for one step, which are not what its admissions give."""
+
+    requests: int
+    queries: int
+    hits: int
+    ledger_requests: int
+    ledger_queries: int
+    ledger_hits: int
+    source: str
+
+
+class MiscountedLookups(NamedTuple):
+    """Lookups of one cache that the engine's statistics count by another rule than an admission that ran.
+
+    ``why``: ``never_ran`` (the admitted request ended, or lost its blocks, before it ran), ``load_failed``
+    (``hits`` failed to load), ``resumed`` (counted apart, and not exported), ``exempt`` (the request may not
+    read a cache) or ``attempts`` (no admission followed). ``source``: ``local`` or ``external``.
+    """
+
+    why: str
+    source: str
+    requests: int
+    queries: int
+    hits: int
+
+
+class PromptUnreported(NamedTuple):
+    """Prompt tokens with KV that the engine never reported.
+
+    ``session``: they are a later chunk of a session; else the request ended before its first output.
+    """
+
+    tokens: int
+    session: bool
+
+
+class CountedDrafts(NamedTuple):
+    """Draft tokens of one output as the engine counted them, beside what became of them.
+
+    ``padding`` are draft tokens of requests in their first step of a life, which nobody can have proposed.
+    ``cut`` of the ``accepted`` ones lay beyond a stop and are no output.
+    """
+
+    step: int
+    counted_tokens: int
+    counted_accepted: int
+    proposed: int
+    padding: int
+    accepted: int
+    cut: int
+
+
+class SiblingAdded(NamedTuple):
+    """A further sample of a client's request (``n`` > 1) was added: a request of its own to the engine.
+
+    ``client_request`` is the id that all samples share, ``sample`` counts them from 0.
+    """
+
+    client_request: str
+    sample: int
+
+
+class StaleRejection(NamedTuple):
+    """Draft tokens that the engine subtracted from a count which a failed load had rolled back before.
+
+    ``computed``: the count before, which no longer had the tokens.
+    """
+
+    computed: int
+    rejected: int
+
+
+class ContentChanged(NamedTuple):
+    """The bytes of a sealed block changed, and nobody was to write them.
+
+    The block was sealed after ``sealed_step``, held the same bytes at ``intact_step``, and other bytes when
+    it was compared in ``step``. ``reader``: the request that hit the block; "" where a scrub found the
+    change. ``writer``: the request that filled the block.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    sealed_step: int
+    intact_step: int
+    step: int
+    reader: str
+    writer: str
+    story: list[str]
+
+
+class UnsealedHit(NamedTuple):
+    """A request hit cached blocks that no worker was seen to fill since they were allocated.
+
+    ``allocated_step``, ``allocated_for``: the allocation of the first of the blocks.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    tokens: int
+    allocated_step: int
+    allocated_for: str
+    step: int
+    story: list[str]
+
+
+class StoredElsewhere(NamedTuple):
+    """A block that was handed to the store under another hash, or by another worker."""
+
+    hash_id: int
+    worker: int
+    step: int
+    block: int
+    writer: str
+
+
+class ContentTransfer(NamedTuple):
+    """Loads filled blocks with other KV than was stored under their hashes.
+
+    ``how``: ``exchanged`` (keys and values), ``zeros`` or ``other``. ``layers`` are the indices of the layers
+    that differ from the nearest stored version, ``part`` is ``keys``, ``values`` or ``both``. ``reader``: the
+    request for which the blocks were loaded. ``writer``: the request that had filled the block that was
+    stored last, in ``stored_step``. The last two are of the first block. ``prints``: the fingerprints that
+    arrived in the first block, as hexadecimal digits. ``arrived``: the stored block that they are of.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    step: int
+    how: str
+    layers: tuple[int, ...]
+    part: str
+    layer_count: int
+    reader: str
+    stored_step: int
+    writer: str
+    story: list[str]
+    prints: str = ""
+    arrived: StoredElsewhere | None = None
+
+
+class ContentStored(NamedTuple):
+    """A connector stored a block whose KV is not what was sealed, although the block was not reallocated."""
+
+    worker: int
+    group: int
+    pool: int
+    block: int
+    sealed_step: int
+    step: int
+    writer: str
+    story: list[str]
+
+
+class ContentRecomputed(NamedTuple):
+    """Two computations of the same blocks differ by more than rounding.
+
+    The first of ``blocks`` differs most, by ``distance`` in the ``part`` of ``layer``, from block
+    ``before_block``, which request ``before_writer`` had filled under the same hash in step ``before_step``.
+    ``layers``: its layers of which some part is too far.
+    """
+
+    worker: int
+    group: int
+    pool: int
+    blocks: list[int]
+    step: int
+    writer: str
+    before_block: int
+    before_step: int
+    before_writer: str
+    distance: float
+    layer: int
+    part: str
+    layers: tuple[int, ...]
+    layer_count: int
+    story: list[str]
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One subject, and its account as it stood right after posting.
+
+    ``number`` is the event's number, ``at`` its time. The subject is the event itself or what the ledger
+    derived from it.
+    """
+
+    number: int
+    step: int
+    at: int
+    subject: (
+        ev.Event
+        | ReportedCounts
+        | ExternalTokensLost
+        | Overdue
+        | Handover
+        | Stalled
+        | StoodStill
+        | Livelocked
+        | Unpromised
+        | Unsaved
+        | ReportedLookups
+        | MiscountedLookups
+        | PromptUnreported
+        | CountedDrafts
+        | StaleRejection
+        | SiblingAdded
+        | ContentChanged
+        | UnsealedHit
+        | ContentTransfer
+        | ContentStored
+        | ContentRecomputed
+        | StreamSubject
+        | Settlement
+        | Subject
+    )
+    account: Account | None

@@ -1,0 +1,362 @@
+"""An audit as data: what ``--format json`` prints and what the terminal draws.
+
+Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. ``audit_text.py``
+prints it. New fields are appended, and none is removed or renamed. Figures are tokens of prompts or of work
+unless the field says requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ...audit.analysis.source_differences import Differences, Figures, Reconciliation
+from ...audit.causes import DIFFERENCES
+from ...audit.checks.registry import Figure, Violation
+from ...audit.figures.declared import FIGURES as DECLARED
+from ...audit.figures.totals import Totals
+from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
+from ...audit.ledger.statements import Line
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journals import Audit, RequestStatement
+from ...audit.text import utc
+from .contents import ContentsData, contents
+from .costs import CostReport
+
+FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
+
+
+_NOT_SEEN = (
+    "Level tokens records no blocks: a hit on KV that was never filled, or that was written with another "
+    "cache salt or LoRA adapter, is not found (KVLEDGER_LEVEL=blocks finds it)."
+)
+
+
+def share(part: int, whole: int) -> float | None:
+    """A part of a whole, 1 for all of it; None where the whole is 0."""
+    return part / whole if whole else None
+
+
+class JournalData(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal that was read. ``stopped`` is None where the journal has no end of observation."""
+
+    path: str
+    engine: str
+    version: str
+    adapter: str
+    process_id: int
+    stopped: str | None
+    events: int
+    verdict: str
+    notes: list[str]
+    level: str
+
+
+class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens by source. ``invalid_hits`` are a part of ``unattained``."""
+
+    prompt_tokens: int
+    local: int
+    external: int
+    computed: int
+    unattained: int
+    invalid_hits: int
+
+
+class PlannedSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens as planned at the first admission that ran, or as the engine reported or counted them."""
+
+    requests: int
+    prompt_tokens: int
+    local: int
+    external: int
+    computed: int
+
+
+class DifferenceData(msgspec.Struct, frozen=True, kw_only=True):
+    """One named part of the difference between two rows. Signed: ``from`` + all differences = ``to``."""
+
+    from_: str = msgspec.field(name="from")
+    to: str
+    cause: str
+    text: str
+    requests: int
+    local: int
+    external: int
+    computed: int
+    unattained: int
+
+
+class WorkData(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduled tokens by what became of them; they sum to ``scheduled``."""
+
+    scheduled: int
+    first_prompt: int
+    first_output: int
+    rework: int
+    rework_by_cause: dict[str, int]
+    rejected: int
+    overrun: int
+    in_flight: int
+
+
+class ExternalData(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the promised external tokens, and repeat hits and repeat loads (``*_again``)."""
+
+    promised: int
+    loaded: int
+    voided: dict[str, int]
+    hit_again: int
+    loaded_again: int
+
+
+class FindingData(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding; ``at_seconds`` counts from the start of its engine's observation.
+
+    ``when`` is the same time in UTC; "" where no engine was seen to start.
+    """
+
+    id: str
+    severity: str
+    engine: str
+    request: str | None
+    life: int | None
+    step: int
+    at_seconds: float
+    message: str
+    figures: dict[str, Figure]
+    references: list[str]
+    repeats: int
+    last_step: int
+    story: list[str] = []
+    when: str = ""
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
+
+    ``unknown`` counts the requests with missing events; no other figure includes them. ``began_before`` of
+    them began before the first kept segment of a rotated journal, and do not make the verdict unknown.
+    ``reported`` is None where the engine does not report the sources of a prompt.
+    """
+
+    verdict: str
+    requests: int
+    unknown: int
+    drift: int
+    preemptions: int
+    totals: PromptTokens
+    plan: PlannedSplit
+    reported: PlannedSplit | None
+    differences: list[DifferenceData]
+    work: WorkData
+    external: ExternalData
+    violations: list[FindingData]
+    journals: list[JournalData]
+    notes: list[str]
+    began_before: int
+    costs: CostReport | None = None
+    """What lost work cost; None if the audit was made without costs."""
+    conclusions: list[str] = []
+    figures: dict[str, int] = {}
+    """Every declared figure, summed over the requests."""
+    contents: ContentsData | None = None
+    """What was found out about the KV in the blocks; None below level ``content``."""
+
+    @property
+    def not_seen(self) -> str:
+        """What this audit can't find, because some journal is of level ``tokens``; "" if there is none."""
+        return _NOT_SEEN if any(journal.level == "tokens" for journal in self.journals) else ""
+
+
+def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
+    """The audit as data."""
+    totals, reconciliation = audit.totals, audit.reconciliation
+    violations = [
+        finding(violation, engine_audit.began_seconds)
+        for engine_audit in audit.engines
+        for violation in engine_audit.violations
+    ]
+    return AuditReport(
+        verdict=audit.verdict,
+        requests=totals.requests,
+        unknown=totals.unknown_requests,
+        drift=sum(violation.severity == "drift" for violation in violations),
+        preemptions=totals.preemptions,
+        totals=PromptTokens(
+            prompt_tokens=totals.prompt_tokens,
+            local=totals.local,
+            external=totals.external,
+            computed=totals.computed,
+            unattained=totals.unattained,
+            invalid_hits=totals.invalid_hits,
+        ),
+        plan=plan(reconciliation.plan, totals.plan_requests),
+        reported=reported(reconciliation),
+        differences=[
+            *differences(reconciliation.to_plan, "settled", "plan"),
+            *(differences(reconciliation.to_reported, "plan", "reported") if reconciliation.reports else ()),
+        ],
+        work=_work(totals),
+        external=ExternalData(
+            promised=totals.promised,
+            loaded=totals.loaded,
+            voided=totals.voided,
+            hit_again=totals.hit_again,
+            loaded_again=totals.loaded_again,
+        ),
+        violations=violations,
+        journals=[_journal(engine_audit) for engine_audit in audit.engines],
+        notes=audit.notes,
+        began_before=totals.began_before,
+        costs=costs,
+        contents=contents(audit),
+        figures={figure.name: totals.of(figure.name) for figure in DECLARED},
+    )
+
+
+def plan(figures: Figures, requests: int) -> PlannedSplit:
+    """Figures as a planned, reported or counted row, which have no unattained part."""
+    return PlannedSplit(
+        requests=requests,
+        prompt_tokens=figures.total,
+        local=figures.local,
+        external=figures.external,
+        computed=figures.computed,
+    )
+
+
+def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
+    """What the engine reported of its requests' prompts; None if it never did."""
+    if not reconciliation.reports:
+        return None
+    return plan(reconciliation.reported, reconciliation.reports)
+
+
+def differences(by_cause: Differences, from_: str, to: str) -> list[DifferenceData]:
+    """The named differences between two rows, most requests first."""
+    rows = [
+        DifferenceData(
+            from_=from_,
+            to=to,
+            cause=cause,
+            text=DIFFERENCES[cause],
+            requests=row.requests,
+            local=row.figures.local,
+            external=row.figures.external,
+            computed=row.figures.computed,
+            unattained=row.figures.unattained,
+        )
+        for cause, row in by_cause.items()
+    ]
+    order = list(DIFFERENCES)
+    return sorted(rows, key=lambda row: (-row.requests, order.index(row.cause)))
+
+
+def finding(violation: Violation, began_seconds: float | None) -> FindingData:
+    """A violation or a drift as data. ``began_seconds``: Unix time from which its journal's times count."""
+    return FindingData(
+        id=violation.id,
+        severity=violation.severity,
+        engine=violation.engine,
+        request=violation.request,
+        life=violation.life,
+        step=violation.step,
+        at_seconds=violation.at / 1e6,
+        message=violation.message,
+        figures=violation.figures,
+        references=[reference.url for reference in violation.references],
+        repeats=violation.repeats,
+        last_step=violation.last_step,
+        story=violation.story,
+        when="" if began_seconds is None else utc(began_seconds + violation.at / 1e6, milliseconds=True),
+    )
+
+
+def _work(totals: Totals) -> WorkData:
+    return WorkData(
+        scheduled=totals.scheduled,
+        first_prompt=totals.first_prompt,
+        first_output=totals.first_output,
+        rework=sum(totals.rework.values()),
+        rework_by_cause=totals.rework,
+        rejected=totals.rejected,
+        overrun=totals.overrun,
+        in_flight=totals.in_flight,
+    )
+
+
+def _journal(engine_audit: EngineAudit) -> JournalData:
+    engine = engine_audit.engine
+    return JournalData(
+        path=str(engine_audit.path),
+        engine=engine.engine if engine else "",
+        version=engine.version if engine else "",
+        adapter=engine.adapter if engine else "",
+        process_id=engine.process_id if engine else -1,
+        stopped=engine_audit.auditor.ledger.stopped,
+        events=engine_audit.journal.events,
+        verdict=engine_audit.verdict,
+        notes=engine_audit.all_notes,
+        level=engine.level if engine else "",
+    )
+
+
+def statement_data(statement: RequestStatement) -> dict[str, object]:
+    """The account statement of a request as plain data."""
+    account = statement.account
+    return {
+        "engine": statement.engine,
+        "journal": str(statement.path),
+        "account": msgspec.to_builtins(account),
+        "lines": [line._asdict() for line in statement.lines],
+        "findings": [
+            msgspec.to_builtins(finding(violation, statement.began_seconds))
+            for violation in statement.findings
+        ],
+    }
+
+
+def plain(data: object) -> Any:
+    """Structs as dicts and lists."""
+    return msgspec.to_builtins(data)
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """CSV with a header; an empty cell for None."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
+    """CSV of structs of one ``kind``, one line each."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
+
+
+FINDING_COLUMNS = (
+    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
+)  # fmt: skip
+
+
+def findings_csv(report: AuditReport) -> str:
+    """The findings of an audit, one line each."""
+    rows = ([getattr(finding, name) for name in FINDING_COLUMNS] for finding in report.violations)
+    return csv_of(FINDING_COLUMNS, rows)
+
+
+def lines_csv(statement: RequestStatement) -> str:
+    """The entries of an account statement, one line each; times are microseconds since observation began."""
+    return csv_of(Line._fields, statement.lines)
+
+
+def as_json(data: object) -> str:
+    """One JSON object, indented."""
+    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
