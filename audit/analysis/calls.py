@@ -30,7 +30,7 @@ FAILED_TRANSFER = ("failed", "not_planned", "never_loaded")
 """Causes for which promised tokens did not arrive."""
 
 
-class Found(NamedTuple):
+class FoundRequests(NamedTuple):
     """An account, and what a call needs to know of its engine."""
 
     account: AccountStatement
@@ -100,7 +100,7 @@ class CallFigures(NamedTuple):
     """Tokens of its requests that count nowhere else in the call, by cause, see :func:`not_counted`."""
 
 
-def calls_of(found: Iterable[Found], *, suffixed: bool) -> list[list[CallRequest]]:
+def calls_of(found: Iterable[FoundRequests], *, suffixed: bool) -> list[list[CallRequest]]:
     """The calls of one id, in the order of arrival. Several: the client used the id again.
 
     The n-th request for a prompt and sample belongs to the n-th call; a prefill engine and the decode engine
@@ -120,12 +120,12 @@ def calls_of(found: Iterable[Found], *, suffixed: bool) -> list[list[CallRequest
     return [sorted(call, key=lambda each: (each.role == DECODE, each.engine)) for call in calls]
 
 
-def _arrival(row: tuple[Part, Found]) -> tuple[float, int, int]:
+def _arrival(row: tuple[Part, FoundRequests]) -> tuple[float, int, int]:
     part, found = row
     return found.began + found.account.added_at / 1e6, part.prompt, part.sample
 
 
-def _units(arrived: Sequence[tuple[Part, Found]]) -> Iterable[list[CallRequest]]:
+def _units(arrived: Sequence[tuple[Part, FoundRequests]]) -> Iterable[list[CallRequest]]:
     """Requests in the order of arrival; the two requests of a transfer stand together."""
     prefills = {
         index: row for index, row in enumerate(arrived) if _may_prefill(row[1]) and not _may_decode(row[1])
@@ -146,7 +146,9 @@ def _units(arrived: Sequence[tuple[Part, Found]]) -> Iterable[list[CallRequest]]
             yield [_request(part, found, _own_role(found.account))]
 
 
-def _source(index: int, row: tuple[Part, Found], prefills: dict[int, tuple[Part, Found]]) -> int | None:
+def _source(
+    index: int, row: tuple[Part, FoundRequests], prefills: dict[int, tuple[Part, FoundRequests]]
+) -> int | None:
     """The prefill request whose KV a request received; None: it is not here."""
     part, found = row
     remote = found.account.remote_request
@@ -166,18 +168,18 @@ def _source(index: int, row: tuple[Part, Found], prefills: dict[int, tuple[Part,
     return before[-1] if before else None
 
 
-def _may_prefill(found: Found) -> bool:
+def _may_prefill(found: FoundRequests) -> bool:
     """Journals that were recorded before ``remote_decode`` have no ``kv_role`` either."""
     account = found.account
     recorded_before = not found.kv_role and account.sequence_tokens - account.prompt_tokens <= 1
     return account.remote_decode or found.kv_role == "kv_producer" or recorded_before
 
 
-def _may_decode(found: Found) -> bool:
+def _may_decode(found: FoundRequests) -> bool:
     return found.account.transferred or found.kv_role == "kv_consumer"
 
 
-def may_be_paired(found: Found) -> bool:
+def may_be_paired(found: FoundRequests) -> bool:
     """Whether another engine may have a request for the same prompt."""
     return found.account.remote_decode or found.kv_role in PAIRED_ROLES or found.account.transferred
 
@@ -189,7 +191,7 @@ def _own_role(account: AccountStatement) -> str:
     return PREFILL if account.remote_decode else ""
 
 
-def _request(part: Part, found: Found, role: str) -> CallRequest:
+def _request(part: Part, found: FoundRequests, role: str) -> CallRequest:
     return CallRequest(part, found.account, found.engine, role)
 
 

@@ -17,7 +17,7 @@ from ..figures.sums import Sums, merge_tokens
 from ..ledger.account import Account
 from ..ledger.life import Life
 from .step_model import LEAST_OBSERVATIONS, NO_STEPS, StepModel, fit
-from .step_times import Sample
+from .step_times import StepSample
 
 REWORK = "rework"
 REJECTED = "rejected"
@@ -56,7 +56,7 @@ class Delays(Sums):
     """Delays of the first token: tokens that a request computed before it, and microseconds it waited."""
 
     requests: int = 0
-    sample: Sample = msgspec.field(default_factory=lambda: Sample(most=DELAYS))
+    sample: StepSample = msgspec.field(default_factory=lambda: StepSample(most=DELAYS))
 
     def add(self, request: int, tokens: int, waited_us: int = 0) -> None:
         """Add one request, by its number."""
@@ -340,7 +340,7 @@ class CostCounters(Sums):
     fit_at: int = 4 * LEAST_OBSERVATIONS
     """The number of observations at which a model is fitted next."""
 
-    def close(self, account: Account, sample: Sample) -> None:
+    def close(self, account: Account, sample: StepSample) -> None:
         """Add a request that ended, and fit the model again where it is due."""
         if sample.seen >= self.fit_at:
             self.fit_at = sample.seen + min(sample.seen, MOST_BETWEEN_FITS)

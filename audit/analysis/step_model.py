@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .step_times import Sample
+from .step_times import StepSample
 
 FEATURES = ("constant", "prefill_tokens", "decode_requests", "draft_tokens", "context_tokens")
 CONSTANT, PREFILL, DECODE, DRAFT, CONTEXT = range(len(FEATURES))
@@ -99,7 +99,7 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
 NO_STEPS = StepModel(refused="no step was timed")
 
 
-def fit(sample: Sample) -> StepModel:
+def fit(sample: StepSample) -> StepModel:
     """Fit a model to observations of :class:`~.step_times.StepTimes`."""
     rows: list[Row] = [(float(row[-1]), tuple(map(float, row[1:-1]))) for row in sample.rows]
     if len(rows) < LEAST_OBSERVATIONS:

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 NO_WORK = Work()
 
 
-class Sample(Sums):
+class StepSample(Sums):
     """Rows of numbers, thinned to a bounded, evenly spread part of all rows, the same one each time.
 
     Each kept row stands for ``weight`` rows. The first number of a row decides if it is kept: a time, or the
@@ -72,7 +72,7 @@ class Sample(Sums):
             self.rows.append((key, *row))
             self._thin()
 
-    def merge(self, later: Sample) -> None:
+    def merge(self, later: StepSample) -> None:
         """Add the rows of a later sample."""
         self.seen += later.seen
         self.shift = max(self.shift, later.shift)
@@ -110,7 +110,7 @@ class PendingStep(NamedTuple):
 class StepSums(Sums):
     """How long steps took, and what they worked on."""
 
-    sample: Sample = msgspec.field(default_factory=Sample)
+    sample: StepSample = msgspec.field(default_factory=StepSample)
     """Observations: steps, the figures of :class:`Work`, microseconds."""
     busy_us: int = 0
     """Time of all observations in the window."""

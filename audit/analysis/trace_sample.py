@@ -40,7 +40,7 @@ _ID = struct.Struct("<q")
 _PLACE = struct.Struct("<QQ")
 
 
-class Sample(msgspec.Struct):
+class TraceSample(msgspec.Struct):
     """A sample of a trace. ``trace`` has the sampled blocks only, with the lives of the whole trace.
 
     ``lookups``: by life, the sampled blocks that its lookup could hit; ``recorded``: those that the engine
@@ -68,7 +68,7 @@ def take_sample(
     recorded: Sequence[RecordedRequest],
     changes: Callable[[], Iterable[Sequence[Change]]],
     share: float,
-) -> tuple[BlockTrace, Sample]:
+) -> tuple[BlockTrace, TraceSample]:
     """The whole trace without operations and hash ids, and its sample.
 
     ``changes`` are read twice. Raises LedgerError if lives are missing.
@@ -93,7 +93,7 @@ def take_sample(
     found = list(sampler.operations(every, known.first, request_of))
     lookups = [max(0, life.sequence_tokens - 1) // whole.block_tokens for life in lives]
     small = replace(whole, operations=found, lives=lives, requests=requests)
-    return whole, Sample(share, small, lookups, [life.hit_blocks for life in lives])
+    return whole, TraceSample(share, small, lookups, [life.hit_blocks for life in lives])
 
 
 class _Sampler:

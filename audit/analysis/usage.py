@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from ..client_ids import client_names
 from ..ledger.statements import AccountStatement
-from .calls import DECODE, CallFigures, CallRequest, Found, calls_of, figures
+from .calls import DECODE, CallFigures, CallRequest, FoundRequests, calls_of, figures
 
 EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED = (
     "equal",
@@ -78,14 +78,16 @@ class CallIndex:
     def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
         self._suffixed = suffixed
         """Whether the engine's release appends random digits to ids."""
-        self._by_name: dict[str, dict[int, list[Found]]] = {name: {} for each in told for name in each.names}
+        self._by_name: dict[str, dict[int, list[FoundRequests]]] = {
+            name: {} for each in told for name in each.names
+        }
         """Accounts by each id in the log, and how exactly the id names them."""
-        self._others: dict[str, list[Found]] = {}
+        self._others: dict[str, list[FoundRequests]] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
     def add(self, account: AccountStatement, engine: str = "", kv_role: str = "", began: float = 0.0) -> None:
-        """Take an account of the trace, with what :class:`Found` has of its engine."""
-        found = Found(account, engine, kv_role, began)
+        """Take an account of the trace, with what :class:`FoundRequests` has of its engine."""
+        found = FoundRequests(account, engine, kv_role, began)
         named = False
         call = ""
         for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from .block_trace import RESET, BlockTrace, TraceLife, TraceRequest
 from .cache_simulation import Replay, Replays, scaled
 from .simulated_pool import MakePolicy, Replayed
-from .trace_sample import Sample
+from .trace_sample import TraceSample
 
 TRUSTED_POINTS = 2.0
 """The largest residual of a calibration, in percentage points, at which the other figures are trusted."""
@@ -181,7 +181,7 @@ def what_if(
     trace: BlockTrace,
     options: Options,
     group_of: GroupOf | None = None,
-    sample: Sample | None = None,
+    sample: TraceSample | None = None,
     many: Many | None = None,
 ) -> WhatIf:
     """Replay ``trace`` in every way that ``options`` asks for. ``group_of``: break the hits down.
@@ -196,7 +196,9 @@ def what_if(
 class _Study:
     """The replays of one trace."""
 
-    def __init__(self, trace: BlockTrace, options: Options, sample: Sample | None, many: Many | None) -> None:
+    def __init__(
+        self, trace: BlockTrace, options: Options, sample: TraceSample | None, many: Many | None
+    ) -> None:
         self.trace = trace
         """What was recorded."""
         self.sample = sample

@@ -53,7 +53,7 @@ class Compared(NamedTuple):
     since: str
 
 
-class Figure(NamedTuple):
+class ExportedFigure(NamedTuple):
     """One figure, or several that are counted alike. A name may end in ``*``.
 
     ``each``: what it counts one by one. ``compared``: the counters that the sidecar compares.
@@ -109,8 +109,8 @@ PAST_STOP_STRING = Deviation(
 
 _LOOKUPS = "lookups of every admission"
 
-FIGURES: tuple[Figure, ...] = (
-    Figure(
+FIGURES: tuple[ExportedFigure, ...] = (
+    ExportedFigure(
         ("vllm:prompt_tokens", "vllm:request_prompt_tokens", "prefill_stats.num_prompt_tokens"),
         "request",
         "The tokens of the client's prompt: once, when the prompt has been processed or the request ends. Of "
@@ -126,7 +126,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         (
             "vllm:prompt_tokens_by_source",
             "prefill_stats.num_local_cached_tokens",
@@ -147,7 +147,7 @@ FIGURES: tuple[Figure, ...] = (
             )
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:prompt_tokens_cached", "prefill_stats.num_cached_tokens"),
         "position",
         "Prompt tokens whose KV came from the prefix cache or from a store. A handover from a prefill engine "
@@ -163,7 +163,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         (
             "prefill_stats.num_computed_tokens",
             "vllm:request_prefill_kv_computed_tokens",
@@ -179,7 +179,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("prefill_stats.num_cache_creation_tokens", "usage.prompt_tokens_details.created_cache_tokens"),
         "position",
         "Prompt tokens that the request computed and wrote to the prefix cache.",
@@ -194,7 +194,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:iteration_tokens_total",),
         "step",
         "The prompt and output tokens that the step executed.",
@@ -205,7 +205,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_*"),
         "admission",
         "At each admission that runs: the tokens of the sequence, and those that the engine's cache had.",
@@ -220,7 +220,7 @@ FIGURES: tuple[Figure, ...] = (
             Compared("local_hit_tokens", "vllm:prefix_cache_hits_total", "", _LOOKUPS, "0.27"),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
         "admission",
         "At each admission that runs and may read a cache: the tokens beyond the local hit, and those that "
@@ -254,36 +254,36 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:prompt_tokens_cached_by_source",),
         "position",
         "Cached prompt tokens by the tier that held their KV.",
         (NEVER_RAN, FAILED_HIT, RESUMED_APART),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:generation_tokens", "vllm:request_generation_tokens", "usage.completion_tokens"),
         "output token",
         "The tokens that the client gets.",
         (PAST_STOP_STRING,),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:request_max_num_generation_tokens",),
         "client's request",
         "The output tokens of its longest sample.",
         (PAST_STOP_STRING,),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:request_params_max_tokens",),
         "request",
         "The limit that the client set.",
         (EACH_SAMPLE,),
     ),
-    Figure(
+    ExportedFigure(
         ("usage.prompt_tokens",),
         "client's request",
         "The tokens of its prompt, or of its prompts.",
     ),
-    Figure(
+    ExportedFigure(
         ("usage.prompt_tokens_details.cached_tokens",),
         "client's request",
         "The tokens of all its prompts whose KV came from a cache, for every sample that read it.",
@@ -302,19 +302,19 @@ FIGURES: tuple[Figure, ...] = (
             FAILED_EXTERNAL,
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:spec_decode_num_drafts",),
         "verified draft",
         "How often the model verified draft tokens of a request.",
         (PADDING,),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_draft_tokens_per_pos"),
         "draft token",
         "The tokens that a drafter proposed and the model verified.",
         (PADDING, Deviation("without those that a grammar forbids", unobserved="0.18 and later")),
     ),
-    Figure(
+    ExportedFigure(
         (
             "vllm:spec_decode_num_accepted_tokens",
             "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -324,12 +324,12 @@ FIGURES: tuple[Figure, ...] = (
         "The draft tokens that became output.",
         (CUT_DRAFTS,),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:diffusion_*",),
         "denoising step",
         "Steps, canvas positions and committed tokens of a diffusion model.",
     ),
-    Figure(
+    ExportedFigure(
         (
             "vllm:nixl_*",
             "vllm:mooncake_*",
@@ -348,12 +348,12 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
         "multimodal item",
         "Items looked up in the processor's cache, and found. They are no KV.",
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:num_preemptions", "vllm:request_num_preemptions"),
         "preemption",
         "Preemptions, when they happen.",
@@ -373,7 +373,7 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
-    Figure(
+    ExportedFigure(
         ("vllm:request_success",),
         "client's request",
         "Requests that ended, by reason.",

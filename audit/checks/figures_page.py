@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from .figures import FIGURES, Compared, Figure
+from .figures import FIGURES, Compared, ExportedFigure
 
 HEADING = "## What is compared\n"
 """The first heading of what is written here."""
@@ -57,7 +57,7 @@ def _row(rows: list[Compared], ledger: str, since: str) -> str:
     return f"| {figures} | {counters} | {ledger} | since {since} |"
 
 
-def _figure(figure: Figure) -> Iterator[str]:
+def _figure(figure: ExportedFigure) -> Iterator[str]:
     """One definition and its deviations."""
     yield "### " + ", ".join(f"`{name}`" for name in figure.names)
     yield ""

@@ -30,7 +30,7 @@ from ..analysis.block_trace import (
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
 from ..analysis.trace_reader import TraceReader
-from ..analysis.trace_sample import Sample, take_sample
+from ..analysis.trace_sample import TraceSample, take_sample
 from ..errors import LedgerError
 from ..events import Event
 from ..journal.host_folders import engine_name
@@ -125,7 +125,7 @@ class RecordedBlocks:
 
 def block_trace(
     recorded: RecordedBlocks, window: Window = EVERYTHING, share: float | None = None
-) -> tuple[BlockTrace, Sample | None]:
+) -> tuple[BlockTrace, TraceSample | None]:
     """The block trace of an engine, or a sample of this ``share`` of it with the trace but its operations.
 
     Everything is replayed; hits are counted only of requests that were admitted in the ``window``. Raises

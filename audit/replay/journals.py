@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..analysis.calls import Found
+from ..analysis.calls import FoundRequests
 from ..analysis.source_differences import Reconciliation
 from ..checks.auditor import Verdict
 from ..checks.registry import Violation
@@ -193,7 +193,7 @@ class RequestStatement:
         """The findings in this request."""
         self.began_seconds = audit.began_seconds
         """Unix time from which the journal's times count; None if no engine was seen to start."""
-        self.found = Found(self.account, audit.name, audit.kv_role, audit.began_seconds or 0.0)
+        self.found = FoundRequests(self.account, audit.name, audit.kv_role, audit.began_seconds or 0.0)
         """The account as a part of a client's call."""
         self.suffixed = audit.random_suffixes
         """Whether the engine's release appends random digits to ids."""

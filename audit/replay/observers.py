@@ -7,7 +7,7 @@ from functools import partial
 from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
 from ..analysis.step_model import StepModel, fit
-from ..analysis.step_times import FAR, STEP_HANDLERS, Sample, StepSums, StepTimes
+from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
 from ..checks.auditor import Verdict
 from ..events import Admitted
 from ..ledger.account import Account
@@ -96,7 +96,7 @@ class Steps(Observer):
 
     def new_sums(self) -> StepSums:
         """Of no step."""
-        return StepSums() if self._most is None else StepSums(Sample(most=self._most))
+        return StepSums() if self._most is None else StepSums(StepSample(most=self._most))
 
     def handlers(self) -> Handlers:
         """The events of steps."""

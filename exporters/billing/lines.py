@@ -26,7 +26,7 @@ from ...audit.analysis.calls import (
     DECODE,
     PREFILL,
     CallRequest,
-    Found,
+    FoundRequests,
     answering,
     calls_of,
     computing,
@@ -93,7 +93,7 @@ Group = tuple[str, str]
 Groups = dict[Group, _Sums]
 GroupOf = dict[int, Group]
 """The group of each account, by the identity of its object."""
-Held = dict[tuple[str, bool], list[tuple[Found, Group]]]
+Held = dict[tuple[str, bool], list[tuple[FoundRequests, Group]]]
 """Requests of which other journals may have the same prompt, by the call's id."""
 
 
@@ -143,7 +143,7 @@ def _add_journal(groups: Groups, held: Held, journal: Path, period: Period, by: 
         first_last = sums.journals.setdefault(journal_name(audit.path), [ended, ended])
         first_last[:] = min(first_last[0], ended), max(first_last[1], ended)
         statement = account.freeze()
-        found = Found(_slim(statement), journal_name(audit.path), audit.kv_role, began)
+        found = FoundRequests(_slim(statement), journal_name(audit.path), audit.kv_role, began)
         part = part_of(statement.request_id, suffixed=suffixed)
         if part.sample >= 0 or may_be_paired(found):
             held.setdefault((part.call, suffixed), []).append((found, group))

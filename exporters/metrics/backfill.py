@@ -28,7 +28,7 @@ from ..files import whole
 from .labels import free_label
 from .metric_list import METRICS, Metric, collect
 from .prometheus import family
-from .values import Sample
+from .values import MetricSample
 
 LEFT_OUT = (
     "kvledger_engine_observed",
@@ -133,7 +133,7 @@ def _ticks(paths: Sequence[Path], interval: float) -> Iterator[tuple[float, list
         yield due, begun
 
 
-def _sample(file: IO[str], metric: Metric, rows: Iterable[Sample], at: float, suffix: str) -> int:
+def _sample(file: IO[str], metric: Metric, rows: Iterable[MetricSample], at: float, suffix: str) -> int:
     """Write the present samples of one metric, each line after a key that its histogram's samples share."""
     written = 0
     for sample in family(metric, rows).samples:

@@ -26,7 +26,7 @@ from ...audit.replay.metrics_state import (
     WAIT_SECONDS,
 )
 from . import values as read
-from .values import MetricReader, Sample
+from .values import MetricReader, MetricSample
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
@@ -931,7 +931,7 @@ GROUPS: tuple[Group, ...] = (
 METRICS: tuple[Metric, ...] = tuple(metric for group in GROUPS for metric in group.metrics)
 
 
-def collect(audits: Sequence[FollowedAudit]) -> list[tuple[Metric, list[Sample]]]:
+def collect(audits: Sequence[FollowedAudit]) -> list[tuple[Metric, list[MetricSample]]]:
     """Every metric with its present samples; journals of one engine name share one sample.
 
     Counters and histograms of such journals are summed and count since the earlier start. Gauges are those
@@ -945,9 +945,9 @@ def collect(audits: Sequence[FollowedAudit]) -> list[tuple[Metric, list[Sample]]
     ]
 
 
-def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
+def merged(metric: Metric, samples: Iterable[MetricSample]) -> list[MetricSample]:
     """One sample for each set of labels."""
-    by_labels: dict[tuple[str, ...], Sample] = {}
+    by_labels: dict[tuple[str, ...], MetricSample] = {}
     for sample in samples:
         key = sample.labels[:1] if metric.kind == "info" else sample.labels
         earlier = by_labels.get(key)
@@ -959,20 +959,20 @@ def merged(metric: Metric, samples: Iterable[Sample]) -> list[Sample]:
     return list(by_labels.values())
 
 
-def _number(sample: Sample) -> float:
+def _number(sample: MetricSample) -> float:
     assert not isinstance(sample.value, Distribution)
     return sample.value
 
 
-def _summed(one: Sample, other: Sample) -> Sample:
+def _summed(one: MetricSample, other: MetricSample) -> MetricSample:
     created = min(one.created, other.created)
     if isinstance(one.value, Distribution) and isinstance(other.value, Distribution):
         both = Distribution.over(one.value.bounds)
         both.merge(one.value)
         both.merge(other.value)
-        return Sample(one.labels, both, created)
+        return MetricSample(one.labels, both, created)
     total = round(_number(one) + _number(other), 6)  # seconds are whole microseconds; a float sum might fall
-    return Sample(one.labels, total, created, other.exemplar or one.exemplar)
+    return MetricSample(one.labels, total, created, other.exemplar or one.exemplar)
 
 
 # --- the page -------------------------------------------------------------------------------------------

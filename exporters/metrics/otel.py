@@ -33,7 +33,7 @@ from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
 from .metric_list import Metric, collect
 from .spans import Ids, RequestSpans
-from .values import Sample
+from .values import MetricSample
 
 logger = logging.getLogger("kvledger")
 
@@ -224,7 +224,7 @@ def name(metric: Metric) -> str:
     return "kvledger." + short.removeprefix("kvledger_").removesuffix("_seconds")
 
 
-def _metric(metric: Metric, samples: Sequence[Sample], now: int) -> otel.Metric:
+def _metric(metric: Metric, samples: Sequence[MetricSample], now: int) -> otel.Metric:
     cumulative = otel.AggregationTemporality.CUMULATIVE
     data: Any
     if metric.kind == "histogram":
@@ -236,7 +236,7 @@ def _metric(metric: Metric, samples: Sequence[Sample], now: int) -> otel.Metric:
     return otel.Metric(name(metric), metric.help, UNITS[metric.unit], data)
 
 
-def _number(metric: Metric, sample: Sample, now: int) -> otel.NumberDataPoint:
+def _number(metric: Metric, sample: MetricSample, now: int) -> otel.NumberDataPoint:
     assert not isinstance(sample.value, Distribution)
     value = sample.value
     if not -(1 << 63) <= value < 1 << 63:  # an integer of OTLP has 64 bits
@@ -244,7 +244,7 @@ def _number(metric: Metric, sample: Sample, now: int) -> otel.NumberDataPoint:
     return otel.NumberDataPoint(_labels(metric, sample), round(sample.created * 1e9), now, value)
 
 
-def _spread(metric: Metric, sample: Sample, now: int) -> otel.HistogramDataPoint:
+def _spread(metric: Metric, sample: MetricSample, now: int) -> otel.HistogramDataPoint:
     spread = sample.value
     assert isinstance(spread, Distribution)
     not_kept: Any = None
@@ -261,5 +261,5 @@ def _spread(metric: Metric, sample: Sample, now: int) -> otel.HistogramDataPoint
     )
 
 
-def _labels(metric: Metric, sample: Sample) -> dict[str, str]:
+def _labels(metric: Metric, sample: MetricSample) -> dict[str, str]:
     return dict(zip(metric.labels, sample.labels, strict=True))

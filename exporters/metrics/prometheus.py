@@ -13,7 +13,7 @@ from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.followed_audit import FollowedAudit
 from .metric_list import METRICS, SUFFIXES, Metric, collect
-from .values import Sample
+from .values import MetricSample
 
 EXEMPLAR_CHARACTERS = 128
 """OpenMetrics limits the names and values of an exemplar's labels to this sum."""
@@ -52,7 +52,7 @@ class AuditCollector(Collector):
         yield from families
 
 
-def family(metric: Metric, samples: Iterable[Sample], *, created: bool = False) -> Family:
+def family(metric: Metric, samples: Iterable[MetricSample], *, created: bool = False) -> Family:
     """Convert one metric and its samples, exemplars included."""
     result = Family(metric.name, metric.help, metric.kind, metric.unit)
     for sample in samples:

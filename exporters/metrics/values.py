@@ -43,7 +43,7 @@ ORDERLY = {"shutdown": "stopped", "exit": "stopped", "detached": "detached"}
 GAP_SIZES = ("known", "unknown")
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value; ``labels`` are in the order of the metric's labels.
 
     ``created``: Unix time since which a counter counts (0.0: unknown).
@@ -55,7 +55,7 @@ class Sample(NamedTuple):
     exemplar: Exemplar | None = None
 
 
-MetricReader = Callable[[Sequence[FollowedAudit]], Iterable[Sample]]
+MetricReader = Callable[[Sequence[FollowedAudit]], Iterable[MetricSample]]
 Values = Iterable[tuple[tuple[str, ...], "float | Distribution"]]
 
 
@@ -68,11 +68,11 @@ def engines(of: Callable[[FollowedAudit], Values]) -> MetricReader:
     A journal whose engine has not emitted its name has no series: the name would change later.
     """
 
-    def read(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
+    def read(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
         for engine_audit in audits:
             if engine_audit.engine is not None:
                 for labels, value in of(engine_audit):
-                    yield Sample(
+                    yield MetricSample(
                         (engine_label(engine_audit), *labels), value, engine_audit.metrics.created_seconds
                     )
 
@@ -175,7 +175,7 @@ def requests(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], flo
             yield (verdict, outcome), count
 
 
-def violations(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
+def violations(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
     """Violations of every invariant, with the last violating request as exemplar."""
     for engine_audit in audits:
         if engine_audit.engine is None:
@@ -186,7 +186,7 @@ def violations(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
             if count.request_id:
                 exemplar = Exemplar(count.request_id, count.trace_id, 1.0, count.last_seconds)
             labels = (engine_label(engine_audit), id, row.severity)
-            yield Sample(labels, count.times, engine_audit.metrics.created_seconds, exemplar)
+            yield MetricSample(labels, count.times, engine_audit.metrics.created_seconds, exemplar)
 
 
 def last_violations(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -344,19 +344,21 @@ class Health(msgspec.Struct):
 
 def health(of: str) -> MetricReader:
     """A figure of the follower; no sample if the audits are not followed."""
-    return lambda audits: [Sample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
+    return lambda audits: (
+        [MetricSample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
+    )
 
 
-def losses(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
+def losses(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
     """How often the follower lost state, by reason."""
     if isinstance(audits, EngineAudits):
         for reason in LOSS_REASONS:
-            yield Sample((reason,), audits.health.lost.get(reason, 0))
+            yield MetricSample((reason,), audits.health.lost.get(reason, 0))
 
 
-def unnamed(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
+def unnamed(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
     """The number of journals without an engine's name."""
-    yield Sample((), sum(engine_audit.engine is None for engine_audit in audits))
+    yield MetricSample((), sum(engine_audit.engine is None for engine_audit in audits))
 
 
 ENGINE_LABELS = (
@@ -396,9 +398,9 @@ def engine(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float
     )
 
 
-def build(audits: Sequence[FollowedAudit]) -> Iterator[Sample]:
+def build(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
     """The version of kvledger."""
-    yield Sample((__version__,), 1)
+    yield MetricSample((__version__,), 1)
 
 
 # --- blocks -------------------------------------------------------------------------------------------

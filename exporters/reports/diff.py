@@ -29,7 +29,7 @@ NO_MEANING = "does not apply"
 """For a figure without an entry in ``release_semantics.py`` for this release."""
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class FigureChange(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of both traces: a count, a share ``of`` tokens (1 is all), or a mean ``per`` request."""
 
     name: str
@@ -68,7 +68,7 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     before: list[str]
     after: list[str]
     verdicts: tuple[str, str]
-    figures: list[Figure]
+    figures: list[FigureChange]
     findings: dict[str, tuple[int, int]]
     meanings: list[MeaningChange]
     groups: list[GroupChange] = []
@@ -129,7 +129,7 @@ def _prompt(row: SummaryRow | None) -> int:
     return 0 if row is None else row.prompt_tokens
 
 
-def _figures(audit: Audit) -> Iterator[Figure]:
+def _figures(audit: Audit) -> Iterator[FigureChange]:
     """The figures of one trace, each in ``before``."""
     totals = audit.totals
     for figure in FIGURES:
@@ -144,7 +144,7 @@ def _figures(audit: Audit) -> Iterator[Figure]:
     yield from _costs(audit)
 
 
-def _costs(audit: Audit) -> Iterator[Figure]:
+def _costs(audit: Audit) -> Iterator[FigureChange]:
     """Engine time and what lost work took of it; None where step times follow no model."""
     costs, _ = gathered(audit.engines)
     busy = costs.busy_us / 1e6
@@ -161,8 +161,8 @@ def _costs(audit: Audit) -> Iterator[Figure]:
     yield _figure("saved by loads, estimated, s", saved)
 
 
-def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> Figure:
-    return Figure(name=name, before=figure, after=None, of=of, per=per)
+def _figure(name: str, figure: float | None, of: str = "", per: str = "") -> FigureChange:
+    return FigureChange(name=name, before=figure, after=None, of=of, per=per)
 
 
 def _engines(audit: Audit) -> list[str]:
@@ -198,7 +198,7 @@ def _meanings_of(audit: Audit) -> dict[str, str]:
 
 def as_csv(comparison: TraceComparison) -> str:
     """One line per figure, with a header; an empty cell where a trace has no such figure."""
-    return structs_csv(Figure, comparison.figures)
+    return structs_csv(FigureChange, comparison.figures)
 
 
 def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
@@ -283,7 +283,7 @@ def _of_group(row: SummaryRow | None) -> tuple[str, ...]:
     )
 
 
-def _shown(figure: float | None, row: Figure) -> str:
+def _shown(figure: float | None, row: FigureChange) -> str:
     if figure is None:
         return "-"
     if row.of:
@@ -293,7 +293,7 @@ def _shown(figure: float | None, row: Figure) -> str:
     return f"{figure:,.2f}" if row.per else f"{figure:,.0f}"
 
 
-def _change(row: Figure) -> str:
+def _change(row: FigureChange) -> str:
     if row.before is None or row.after is None or row.before == row.after:
         return ""
     change = row.after - row.before

@@ -17,7 +17,7 @@ from ... import __version__
 from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.cache_simulation import Replay, Replays
 from ...audit.analysis.simulated_pool import MakePolicy, Replayed
-from ...audit.analysis.trace_sample import Sample
+from ...audit.analysis.trace_sample import TraceSample
 from ...audit.analysis.whatif import (
     TRUSTED_POINTS,
     Calibration,
@@ -157,7 +157,7 @@ def _loaded(path: Path, share: float | None) -> BlockTrace:
 
 
 def _of_trace(
-    trace: BlockTrace, sample: Sample | None, options: Options, by: str, many: Many | None = None
+    trace: BlockTrace, sample: TraceSample | None, options: Options, by: str, many: Many | None = None
 ) -> WhatIf:
     if options.tiers and not (options.block_bytes or trace.block_bytes):
         raise LedgerError(NO_BLOCK_BYTES)

@@ -21,7 +21,7 @@ from kvledger.audit.analysis.costs import (
     priced,
 )
 from kvledger.audit.analysis.step_model import NO_STEPS, StepModel
-from kvledger.audit.analysis.step_times import Sample
+from kvledger.audit.analysis.step_times import StepSample
 from kvledger.audit.events import Event
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.replay.journals import audit_paths
@@ -124,11 +124,11 @@ def test_the_same_requests_cost_the_same_in_metrics(tmp_path: Path) -> None:
 def test_counters_wait_for_the_first_accepted_model() -> None:
     counters, account = CostCounters(), Account(0, "one", 10, 0)
     account.rework = {"blocks": 100}
-    counters.close(account, Sample())
+    counters.close(account, StepSample())
 
     assert not counters.lost_us
     counters.model = StepModel(refused="", coefficients={})
-    counters.close(account, Sample())
+    counters.close(account, StepSample())
     assert not counters.lost_us  # accepted, and the price of a prefill token is not known
 
     assert {"rework": {"prefill": 200}} == counters.waiting

@@ -7,37 +7,39 @@ from typing import Any
 import pytest
 from tests.audit.analysis.test_usage import PROMPT, account
 
-from kvledger.audit.analysis.calls import CallRequest, Found, calls_of, figures
+from kvledger.audit.analysis.calls import CallRequest, FoundRequests, calls_of, figures
 
 OUTPUT = 5
 
 
-def prefill(digits: int = 1, *counts: int, at: int = 1, **more: Any) -> Found:
+def prefill(digits: int = 1, *counts: int, at: int = 1, **more: Any) -> FoundRequests:
     """A request that an engine prefills for another one."""
     one = account(f"cmpl-a-0-{digits:08x}", *counts, output=1, at=at, remote_decode=True, **more)
-    return Found(one, "prefill engine", "kv_both")
+    return FoundRequests(one, "prefill engine", "kv_both")
 
 
-def decode(digits: int = 2, *counts: int, at: int = 2, **more: Any) -> Found:
+def decode(digits: int = 2, *counts: int, at: int = 2, **more: Any) -> FoundRequests:
     """A request for which a prefill engine hands KV over."""
     one = account(f"cmpl-a-0-{digits:08x}", *(counts or (0, 96)), at=at, transferred=True, **more)
-    return Found(one, "decode engine", "kv_both")
+    return FoundRequests(one, "decode engine", "kv_both")
 
 
-def whole(digits: int = 3, *counts: int, engine: str = "a third engine", at: int = 3, **more: Any) -> Found:
+def whole(
+    digits: int = 3, *counts: int, engine: str = "a third engine", at: int = 3, **more: Any
+) -> FoundRequests:
     """A request that one engine serves, under the same id."""
-    return Found(account(f"cmpl-a-0-{digits:08x}", *counts, at=at, **more), engine, "kv_both")
+    return FoundRequests(account(f"cmpl-a-0-{digits:08x}", *counts, at=at, **more), engine, "kv_both")
 
 
 def ids(call: list[CallRequest]) -> list[str]:
     return [each.account.request_id[-1] for each in call]
 
 
-def calls(*found: Found) -> list[list[str]]:
+def calls(*found: FoundRequests) -> list[list[str]]:
     return [ids(call) for call in calls_of(found, suffixed=True)]
 
 
-def counted(*found: Found) -> tuple[int, int, int, dict[str, int]]:
+def counted(*found: FoundRequests) -> tuple[int, int, int, dict[str, int]]:
     """Prompt, cached and output tokens of the only call, and what it does not count again."""
     (call,) = calls_of(found, suffixed=True)
     once = figures(call)
@@ -88,7 +90,7 @@ def test_another_prompt_of_the_same_id_is_not_what_was_transferred() -> None:
     shorter = account("cmpl-a-0-00000002", 0, 96, transferred=True, at=2)
 
     assert [["1"], ["2"]] == calls(
-        prefill(), Found(type(shorter)(**_fields(shorter) | {"prompt_tokens": 101}), "e", "kv_both")
+        prefill(), FoundRequests(type(shorter)(**_fields(shorter) | {"prompt_tokens": 101}), "e", "kv_both")
     )
 
 

@@ -8,15 +8,15 @@ from random import Random
 import pytest
 
 from kvledger.audit.analysis.step_model import FEATURES, fit
-from kvledger.audit.analysis.step_times import Sample, Work
+from kvledger.audit.analysis.step_times import StepSample, Work
 
 LAW = (4_000.0, 55.0, 30.0, 20.0, 0.08)
 """Microseconds of a step, a prefill token, a decoding request, a draft token and a context token."""
 
 
-def steps(seed: int, count: int, took: Callable[[Work, Random], float], drafts: bool = True) -> Sample:
+def steps(seed: int, count: int, took: Callable[[Work, Random], float], drafts: bool = True) -> StepSample:
     """Steps of an engine under changing load."""
-    dice, sample = Random(seed), Sample()
+    dice, sample = Random(seed), StepSample()
     for place in range(count):
         decodes = dice.randrange(1, 129)
         prefill = dice.choice((0, 0, 0, dice.randrange(16, 2048)))

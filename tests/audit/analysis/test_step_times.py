@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvledger.audit import events as ev
-from kvledger.audit.analysis.step_times import STEP_HANDLERS, Sample, StepTimes, Work
+from kvledger.audit.analysis.step_times import STEP_HANDLERS, StepSample, StepTimes, Work
 
 STARTED = ev.EngineStarted(0, 1000.0, "vllm", "0.32.0", "v1", "tokens", 1, {})
 
@@ -150,7 +150,7 @@ def test_only_the_window_counts_as_engine_time() -> None:
 
 
 def test_a_sample_is_bounded_and_even() -> None:
-    sample = Sample(most=100)
+    sample = StepSample(most=100)
     for place in range(10_000):
         sample.add(place, place)
 

@@ -196,7 +196,7 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.DeliveredWhole: st.binary(max_size=8).map(lambda b: {"sampled": b, "requests": list(range(len(b)))}),
     ev.Census: st.fixed_dictionaries({"rows": flat(5)}),
     ev.PoolSeen: st.fixed_dictionaries({"groups": flat(3).map(lambda rows: [max(1, one) for one in rows])}),
-    ev.PoolCalls: pool_calls(),
+    ev.PoolCalls: calls_of_a_pool(),
     ev.BlocksCached: st.fixed_dictionaries({"rows": counted(4, 3)}),
     ev.BlockCopied: st.fixed_dictionaries({"blocks": st.lists(NUMBERS, min_size=2, max_size=2)}),
     ev.ContentWatched: st.fixed_dictionaries(

@@ -10,7 +10,7 @@ from tests.audit.analysis.test_simulated_pool import begin
 from tests.exporters.facts.test_kept_blocks import SECOND, WINDOWS, Engine, ended, from_journal
 
 from kvledger.audit.analysis.block_trace import CACHED, RELEASE, BlockTrace, RecordedRequest
-from kvledger.audit.analysis.trace_sample import Sample, take_sample
+from kvledger.audit.analysis.trace_sample import TraceSample, take_sample
 from kvledger.audit.analysis.whatif import Options, WhatIf, what_if
 from kvledger.audit.replay.block_traces import block_trace
 from kvledger.audit.replay.windows import Window
@@ -52,7 +52,7 @@ def test_kept_rows_have_the_sample_of_the_whole_journal(tmp_path: Path) -> None:
     engine.stop()
 
 
-def sampled(trace: BlockTrace, share: float) -> tuple[BlockTrace, Sample]:
+def sampled(trace: BlockTrace, share: float) -> tuple[BlockTrace, TraceSample]:
     """A sample of a trace whose requests have a life each."""
     requests = [
         RecordedRequest(
