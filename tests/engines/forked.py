@@ -36,11 +36,10 @@ def broken() -> None:
 
 
 def mismatched() -> None:
-    """With a host whose signature differs from the one that the adapter declares."""
+    """With a host that lacks a method which the adapter wraps, and which this engine never calls."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    add_request = Scheduler.add_request
-    Scheduler.add_request = lambda self, request, surprise=None: add_request(self, request)
+    del Scheduler._update_request_as_session
 
 
 VARIANTS = {each.__name__: each for each in (bare, observed, broken, mismatched)}
