@@ -1,6 +1,6 @@
 """The catalogue of journals: what each entry of a folder is, told by its name and its segments.
 
-Whoever looks for journals asks a :class:`Catalogue`, which lists its folder once. Entries are journals of
+Code that looks for journals uses a :class:`Catalogue`, which lists its folder once. Entries are journals of
 engines, of their workers and of KV events, folders of hosts with such journals, and other things.
 """
 

@@ -5,26 +5,6 @@ from __future__ import annotations
 from .. import events as ev
 from .blocks.ledger import BlockLedger
 
-BLOCK_COUNTS = (
-    "verified",
-    "differed",
-    "unsealed",
-    "same_step",
-    "unsampled",
-    "unseen",
-    "loaded",
-    "arrived",
-    "unmatched",
-)
-"""Counts of blocks at hits, each block once for every request that reads it and for every worker.
-
-``verified``: held the sealed bytes; ``differed``: held others; ``unsealed``: nobody was seen to fill it.
-The others could not be compared. ``same_step``: computed in the same step; ``unsampled``: left out of the
-sample; ``unseen``: filled before the observation; ``loaded``: filled by a load that the worker did not see;
-``arrived``: a miss, the connector loaded the block for this request; ``unmatched``: read by a request that
-the ledger can't find in that step.
-"""
-
 
 class ContentState:
     """What decides how the contents of one engine's blocks are judged."""

@@ -47,7 +47,14 @@ class LedgerSums(Sums):
     watches: int = 0
     """How many workers began to seal their blocks."""
     contents: dict[str, int] = {}
-    """Blocks by what happened to their contents (``content_state.py``), and bytes and microseconds."""
+    """Bytes and microseconds, and blocks at hits, each once for every request that reads it and every worker.
+
+    ``verified``: held the sealed bytes; ``differed``: held others; ``unsealed``: nobody was seen to fill it.
+    The others could not be compared. ``same_step``: computed in the same step; ``unsampled``: left out of the
+    sample; ``unseen``: filled before the observation; ``loaded``: filled by a load that the worker did not
+    see; ``arrived``: a miss, the connector loaded the block for this request; ``unmatched``: read by a
+    request that the ledger can't find in that step.
+    """
     transfers: dict[str, int] = {}
     """Blocks by what their transfers to and from a store showed."""
     recomputed: Recomputed = msgspec.field(default_factory=Recomputed)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -20,6 +20,8 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from ..trace.time_series import MINUTE_TICKS, MOST, TICKS, Series, wider
 from .schema import ADMISSIONS, BLOCK_OPERATIONS, BLOCK_USE, Row
+
+Key = TypeVar("Key")
 
 TABLES = {"admissions": ADMISSIONS, "block_operations": BLOCK_OPERATIONS, "block_use": BLOCK_USE}
 
@@ -50,6 +52,14 @@ class Bucket(msgspec.Struct):
         """Add the span that follows."""
         self.use.follow(later.use)
         self.levels = later.levels
+
+
+def put(buckets: dict[Key, Bucket], key: Key, bucket: Bucket) -> None:
+    """Add a span to the one of its key, which it follows; or it is the first."""
+    if key in buckets:
+        buckets[key].add(bucket)
+    else:
+        buckets[key] = bucket
 
 
 class BlockState(msgspec.Struct):
@@ -152,11 +162,7 @@ class BlockRows:
         use = states.taken()
         if place < 0 or not states.seen or states.now is None:
             return
-        bucket = Bucket(dict(states.now), use)
-        if place in self._buckets:
-            self._buckets[place].add(bucket)
-        else:
-            self._buckets[place] = bucket
+        put(self._buckets, place, Bucket(dict(states.now), use))
         if self._minutes:
             self._sink("block_use", [self._use_row(place)])
             self._buckets.clear()
@@ -167,10 +173,7 @@ class BlockRows:
         width, before = wider(self._width), self._buckets
         factor, self._buckets, self._width = width // self._width, {}, width
         for place in sorted(before):
-            if place // factor in self._buckets:
-                self._buckets[place // factor].add(before[place])
-            else:
-                self._buckets[place // factor] = before[place]
+            put(self._buckets, place // factor, before[place])
 
     def _use_row(self, place: int) -> tuple[Any, ...]:
         bucket = self._buckets[place]
@@ -253,10 +256,7 @@ def summed(rows: Iterable[Sequence[Any]]) -> tuple[list[BlockUse], list[Series]]
     for row in sorted(rows, key=lambda row: row[1]):
         journal, us, width_us, bucket = row[0], row[1], row[2], _bucket(row[3:])
         by_journal.setdefault(journal, []).append((us, width_us, Bucket(bucket.levels, bucket.use.copy())))
-        if journal in uses:
-            uses[journal].add(bucket)
-        else:
-            uses[journal] = bucket
+        put(uses, journal, bucket)
     return [bucket.use for bucket in uses.values()], [_series(some) for some in by_journal.values()]
 
 

@@ -32,6 +32,7 @@ from .kept import (
     KeptFile,
     Session,
     columns_of,
+    day_of,
     draft_of,
     find,
     folder_of,
@@ -178,7 +179,7 @@ class HourlyFiles:
         for row in rows:
             when = row[at]
             hour = hour_name(None if when is None else int(when) / 1e6)
-            hour = hour[: len("2026-11-24")] if table in HOURLY else hour
+            hour = day_of(hour) if table in HOURLY else hour
             by_hour.setdefault((str(row[0]), hour), []).append(row[1:])
         for (engine, hour), some in by_hour.items():
             self._writer(table, engine, hour, columns[1:]).add(some)

@@ -252,9 +252,14 @@ def hour_time(seconds: float) -> str:
     return f"{hour_name(seconds)}:00Z"
 
 
+def day_of(hour: str) -> str:
+    """The day of an hour, as :func:`hour_name` has it."""
+    return hour[: len("2026-11-24")]
+
+
 def hour_seconds(hour: str) -> float:
     """The Unix time at which an hour, or a day, begins."""
-    form = _DAY if len(hour) == len("2026-11-24") else _HOUR
+    form = _DAY if hour == day_of(hour) else _HOUR
     return datetime.strptime(hour, form).replace(tzinfo=timezone.utc).timestamp()
 
 

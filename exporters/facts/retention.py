@@ -20,6 +20,7 @@ from .kept import (
     SUFFIX,
     KeptFile,
     Session,
+    day_of,
     readable,
 )
 from .schema import Row
@@ -60,7 +61,7 @@ def summed_rows(
     closed: dict[str, list[KeptFile]] = defaultdict(list)
     for file in files:
         if file.hour != OPEN_HOUR:
-            closed[file.hour[: len("2026-11-24")]].append(file)
+            closed[day_of(file.hour)].append(file)
     found = SummedRows({name: [] for name in HOURLY}, [], {})
     for day, of_day in sorted(closed.items()):  # one at a time, so that memory does not grow with the journal
         replaced = [file for file in before if file.table in HOURLY and file.hour == day]

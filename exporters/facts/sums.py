@@ -64,8 +64,10 @@ def by_group(
     _add_causes(facts, groups, where)
     if columns and group_costs:
         _add_rework(facts, groups, columns, where)
-    for grouped in (columns, ()) if percentiles else ():
-        _add_percentiles(facts, groups, grouped, where, percentiles)
+    if percentiles:
+        facts.need_rows("--percentiles")
+        for grouped in {tuple(columns), ()}:
+            _add_percentiles(facts, groups, grouped, where, percentiles)
     for one in groups.values():
         one.figures = {figure.name: one.figures.get(figure.name, 0) for figure in FIGURES}
     return groups
@@ -198,8 +200,6 @@ def _add_percentiles(
     percentiles: Sequence[str],
 ) -> None:
     shares = ", ".join(str(percent / 100) for percent in PERCENTILES)
-    if percentiles:
-        facts.need_rows("--percentiles")
     selected = [*columns, *(f"quantile_disc({column}, [{shares}])" for column in percentiles)]
     query = f"SELECT {', '.join(selected)} FROM requests" + (f" WHERE ({where})" if where else "")
     for row in facts.rows(f"{query} GROUP BY ALL" if columns else query):
