@@ -13,13 +13,14 @@ from ..ledger.blocks.entries import (
     BlockComparison,
     CachedContent,
     Collision,
-    InvalidHit,
     Leak,
     PoolComparison,
+    ReadInvalid,
     SharedWrite,
     StrayFree,
     Uncovered,
 )
+from ..ledger.blocks.provenance import FAILED, PENDING, SEQUENCE, TAINTED, UNFILLED
 from ..ledger.entries import Entry
 from .registry import (
     VLLM_26813,
@@ -43,14 +44,16 @@ _HOW = {
 }
 """For each kind of collision, the verb of its sentence."""
 
-_NOT_VALID = {
-    "sequence": "the request had fewer tokens than the block's hash covers",
-    "pending": "its load had not finished",
-    "failed": "its load failed",
-    NOT_PLANNED: "the connector metadata did not name its load",
-    NEVER_LOADED: "its load was never made",
+_NO_VALID_KV = {
+    SEQUENCE: "the sequence of request {filler} had fewer tokens than its hash covers",
+    PENDING: "the load of request {filler} had not finished",
+    FAILED: "the load of request {filler} failed, and the tokens were not computed again",
+    UNFILLED: "request {filler} did not compute all its tokens",
+    TAINTED: "request {filler} computed it from KV that was not valid",
+    NOT_PLANNED: "the connector metadata did not name the load of request {filler}",
+    NEVER_LOADED: "the load of request {filler} was never made",
 }
-"""Why the KV of a cached block is not valid."""
+"""Why the KV of a block is not valid."""
 
 
 @invariant(
@@ -249,15 +252,59 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
 
 
 @invariant(
+    "blocks/read-invalid",
+    on=(ReadInvalid,),
+    message="In step {step}, request {request} reads {tokens} tokens without valid KV, from position {start} "
+    "up, in block {block}{more}: {because}.",
+    references=(VLLM_26813,),
+    near_misses=(
+        "a hit in the step in which another request computes the tokens: a step writes before it reads",
+        "a block whose load failed and that is computed again before the next read",
+        "blocks of a load that failed in part, which were loaded",
+        "a hit on blocks that were filled before the journal began",
+        "a request that hits a block and is preempted before it runs",
+    ),
+)
+def read_invalid(entry: Entry) -> Iterator[Witness]:
+    """Every position that a step reads holds valid KV.
+
+    A step reads what its requests have hit in cached blocks, at the first step after the hit and at every
+    later one. Each position must have been computed or loaded by the life that fills its block, in an earlier
+    step or in this one, from KV that was valid itself. Violated when it was not: the output of the request is
+    wrong from this step on, and so is the KV that it computes, which later requests may hit. A hit that is
+    not valid is settled as unattained, not as local.
+    """
+    subject = entry.subject
+    assert isinstance(subject, ReadInvalid)
+    more = f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else ""
+    because = _NO_VALID_KV.get(subject.why, _NO_VALID_KV[FAILED]).format(filler=subject.filler)
+    yield Witness(
+        None,
+        subject.story,
+        step=entry.step,
+        pool=subject.pool,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+        more=more,
+        tokens=subject.tokens,
+        start=subject.start,
+        end=subject.end,
+        filler=subject.filler,
+        why=subject.why,
+        because=because,
+    )
+
+
+@invariant(
     "blocks/hash-content",
-    on=(CachedContent, InvalidHit),
+    on=(CachedContent,),
     message="",
     references=(VLLM_26813,),
     near_misses=(
-        "a hit in the step in which the block's request computes the tokens after its load failed",
         "a hash given at scheduling, for tokens that the step is about to compute",
         "blocks that have several hashes, or a hash for a part of the block",
         "a load that failed above the cached positions",
+        "a load that failed and whose tokens the request computes again before it ends",
         "draft tokens: only accepted tokens are cached",
     ),
 )
@@ -265,19 +312,16 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     """A cached block holds the KV of every position that its hash stands for.
 
     Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
-    has finished, or although the load failed: the next request with this prefix reads KV that does not
-    exist. Each request that hits such a block is a finding too, and so is each that hits a block whose
-    external tokens were never loaded; these tokens of its prompt are settled as unattained, not as local.
+    has finished, or when its request's life has ended without filling them: the next request with this prefix
+    reads KV that does not exist. Whoever hits the block is named by ``blocks/read-invalid``.
     """
     subject = entry.subject
-    if isinstance(subject, InvalidHit):
-        yield _invalid_hit(subject, entry)
-        return
     assert isinstance(subject, CachedContent)
     why = {
-        "sequence": f"has only {subject.limit} tokens",
-        "pending": f"has KV only up to position {subject.limit}, because its load has not finished",
-        "failed": f"has no KV from position {subject.limit} on, because its load failed",
+        SEQUENCE: f"has only {subject.limit} tokens",
+        PENDING: f"has KV only up to position {subject.limit}, because its load has not finished",
+        FAILED: f"has no KV from position {subject.limit} on, because its load failed",
+        UNFILLED: f"has no KV from position {subject.limit} on, because it did not compute these tokens",
     }[subject.why]
     sentence = (
         f"Block {subject.block} is cached for positions up to {subject.end} of request {subject.request_id}, "
@@ -291,25 +335,6 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
         end=subject.end,
         limit=subject.limit,
         why=subject.why,
-    )
-
-
-def _invalid_hit(hit: InvalidHit, entry: Entry) -> Witness:
-    whose = entry.account.request_id if entry.account is not None else "A request"
-    more = f" and {len(hit.blocks) - 1} more" if len(hit.blocks) > 1 else ""
-    why = _NOT_VALID.get(hit.why, "its load failed")
-    sentence = (
-        f"Request {whose} hit cached block {hit.blocks[0]}{more}, so {hit.tokens} of its local tokens have "
-        f"no valid KV: the block was cached for request {hit.writer}, and {why}."
-    )
-    return Witness(
-        _plain(sentence),
-        hit.story,
-        pool=hit.pool,
-        blocks=hit.blocks,
-        tokens=hit.tokens,
-        cached_for=hit.writer,
-        why=hit.why,
     )
 
 

@@ -240,7 +240,7 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
     "tokens, but only {valid_tokens} were hits, loaded or scheduled.",
     near_misses=(
         "tokens of a step in flight, which the engine counts as computed and whose blocks it has allocated",
-        "a request aborted while its load is pending: the connector knows that the load has not finished",
+        "a request aborted while its load is pending, which connector/handed-unloaded counts",
         "blocks for draft tokens, on releases that hand over every block of the request",
         "tables without positions and several KV cache groups: their blocks are not compared",
     ),
@@ -274,6 +274,37 @@ def handed_over(entry: Entry) -> Iterator[Witness]:
         )
     elif subject.trimmed and subject.blocks and room - room // subject.blocks >= valid:
         yield Witness(**figures, room_tokens=room, valid_tokens=valid)
+
+
+@invariant(
+    "connector/handed-unloaded",
+    on=(Handover,),
+    severity="drift",
+    message="Request {ended} ended before its load had finished: the connector was told {computed_tokens} "
+    "computed tokens and handed {blocks} blocks, but {tokens} of these tokens were not loaded.",
+    near_misses=(
+        "a request that ends after its load has finished",
+        "a release that counts nothing as computed while a request waits for its load",
+        "a synchronous load, which the step brings before it computes",
+    ),
+)
+def handed_unloaded(entry: Entry) -> Iterator[Witness]:
+    """At a request's end the connector is told no more computed tokens than have KV.
+
+    An engine that counts promised tokens as computed while their load lasts tells the connector of them when
+    the request is aborted. A connector that stores or sends what it is told would pass on KV that nothing
+    wrote, unless it knows by itself that its load has not finished.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Handover)
+    valid = subject.ledger_computed - subject.unloaded
+    if subject.unloaded and subject.computed > valid:
+        yield Witness(
+            ended=subject.request_id,
+            computed_tokens=subject.computed,
+            blocks=subject.blocks,
+            tokens=min(subject.computed, subject.ledger_computed) - valid,
+        )
 
 
 _WAITED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import events as ev
 from .blocks.ledger import BlockLedger
+from .blocks.provenance import EVERY, lacking
 
 
 class ContentState:
@@ -56,8 +57,7 @@ class ContentState:
         if not promised and not (several and self.loading_requests.get(request, -1) >= step):
             return False
         for number, pool in holdings.pools.items():
-            record = pool.records.get(block)
-            if (number, block) in holdings.failed or (record is not None and record.invalid is not None):
+            if block in pool.records and lacking(holdings, number, block, 0, EVERY):
                 return False
         return True
 

@@ -68,6 +68,7 @@ class Handover(NamedTuple):
     """What a connector was handed when a request ended, beside the account.
 
     ``reported``: the computed tokens that the engine reported just before. -1: the engine has no such count.
+    ``unloaded``: how many of the account's tokens an asynchronous load was still to bring.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Handover(NamedTuple):
     blocks: int
     room: int
     trimmed: bool
+    unloaded: int = 0
 
 
 class Stalled(NamedTuple):

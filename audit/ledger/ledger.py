@@ -82,10 +82,15 @@ class Ledger(LedgerState):
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            enter_subjects(self, self.blocks.after(event, open_accounts(self)), self.step)
+            subjects = self.blocks.after(event, open_accounts(self), self.is_scheduled)
+            enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
         return self.entries
+
+    def is_scheduled(self, request: int) -> bool:
+        """Whether the last step that was posted scheduled a request."""
+        return request in self.last_step or request in self.steady
 
     # --- questions ------------------------------------------------------------------------------
 

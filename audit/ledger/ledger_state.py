@@ -124,8 +124,8 @@ class LedgerState:
         """Promised blocks, and what workers did to load them."""
         self.delayed_frees: dict[int, tuple[int, str, int]] = {}
         """Ended requests whose blocks a connector keeps: since when, request id, number of blocks."""
-        self.last_ended: tuple[int, int, int] | None = None
-        """The request that ended last: its number, and its computed tokens by the engine and by the account.
-        None if the account is unknown."""
+        self.last_ended: tuple[int, int, int, int] | None = None
+        """The request that ended last: its number, its computed tokens by the engine and by the account, and
+        how many of them an asynchronous load was still to bring. None if the account is unknown."""
         self.finished_transfers: dict[str, None] = {}
         """Ids of the requests whose transfers the workers last reported as finished."""

@@ -229,6 +229,8 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         life.pending_start = life.pending_end
     if not life.ran:
         never_ran(state, account, life)
+    if state.blocks.lives:
+        state.blocks.life_ends(account, life, cause)
     life.discarded = account.computed
     life.ended_at, life.ended_by = state.at, cause
     if account.computed:
@@ -286,8 +288,11 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
     _overrun_in_flight(state, account)
-    known = account.unknown is None
-    state.last_ended = (event.request, event.computed_tokens, account.computed) if known else None
+    state.last_ended = None
+    if account.unknown is None:
+        life = account.life
+        unloaded = life.pending if life is not None and life.asynchronous and not life.ran else 0
+        state.last_ended = event.request, event.computed_tokens, account.computed, unloaded
     end_life(state, account, causes.FINISHED)
     if not account.settled:
         settle(state, account)

@@ -185,7 +185,7 @@ def lose_external(
     add_tokens(life.voided, cause, tokens)
     add_tokens(account.voided, cause, tokens)
     if state.blocks.pools:
-        state.blocks.lost(account.request, start, end, cause)
+        state.blocks.lost(account.request, life.number, start, end, cause)
     add_line(state, account, f"{tokens} external tokens failed or cancelled: {causes.external_loss(cause)}")
     blocks = life.missing_blocks if by_worker or cause == causes.NOT_PLANNED else []
     if cause == causes.FAILED:
@@ -231,6 +231,7 @@ def _handed_over(state: LedgerState, event: ev.HandedOver) -> None:
         event.blocks,
         event.room_tokens,
         event.trimmed,
+        ended[3],
     )
     state.entries.append(Entry(state.number, event.step, state.at, subject, None))
 

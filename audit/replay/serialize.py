@@ -37,7 +37,7 @@ from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.pool_contents import PoolContents
-from ..ledger.blocks.records import FailedLoad, Pool
+from ..ledger.blocks.records import LifeLacks, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
 from ..ledger.kv_comparison import KVComparison
@@ -89,7 +89,7 @@ STRUCTS: tuple[type, ...] = (
     Line,
     RemovedRange,
     Pool,
-    FailedLoad,
+    LifeLacks,
     RequestLabels,
     Position,
     Change,
@@ -114,7 +114,7 @@ REBUILT: dict[type, frozenset[str]] = {
     FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "counted", "entries"}),
-    BlockLedger: frozenset({"findings", "accounts", "refilled", "invalid_hits"}),
+    BlockLedger: frozenset({"findings", "ended", "accounts", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),

@@ -72,6 +72,8 @@ class Expected:
         played, events = observe(lambda attach: play(self.history, attach), level)
         auditor = audited(events)
         found = [*self._of_findings(auditor), *self._of_figures(auditor, level)]
+        if level == "blocks":
+            found += self._of_reads(auditor)
         if played.raised != self.raised:
             found.append(("raised", f"{played.raised!r} when observed, {self.raised!r} alone"))
         elif not self.raised:
@@ -91,6 +93,15 @@ class Expected:
         if not self.raised and doubts:
             yield "doubts", "; ".join(auditor.doubts)
 
+    def _of_reads(self, auditor: Any) -> Iterable[tuple[str, str]]:
+        named = {v.request for v in auditor.violations if v.id == "blocks/read-invalid"}
+        # A request whose placeholders or drafts are miscounted computes positions that have no token.
+        wrong = {v.request for v in auditor.violations if v.severity == "violation"}
+        for name in sorted(self.device.bad_reads - wrong):
+            yield "read not found", f"{name}: a step read positions without their KV"
+        for name in sorted(named - self.device.bad_reads):
+            yield "read was valid", f"{name}: every step read what it should"
+
     def _drops(self, auditor: Any, name: str) -> list[Any]:
         return [v for v in auditor.violations if (v.id, v.request) == ("tokens/unexplained-drop", name)]
 
@@ -99,6 +110,8 @@ class Expected:
         account = self.oracle.accounts.get(violation.request or "")
         if violation.id == "blocks/hash-content":
             return self.device.went_wrong
+        if violation.id == "blocks/read-invalid":
+            return True  # judged by request in _of_reads
         if violation.id == "tokens/beyond-sequence":
             # Drafts whose output is dropped stay in the engine's count.
             return bool(account and account.dropped_drafts and account.beyond_end)

@@ -93,6 +93,9 @@ class Device:
     bad_cached: set[int] = field(default_factory=set)
     bad_hits: set[str] = field(default_factory=set)
     bad_tokens: set[str] = field(default_factory=set)
+    bad_reads: set[str] = field(default_factory=set)
+    """Requests of which a step read positions without their KV, other than positions of its own load that
+    failed: the engine drops what such a step computes."""
     states: dict[str, State] = field(default_factory=dict)
     _next: Step = field(default_factory=Step)
 
@@ -176,7 +179,8 @@ class Device:
         for work in step.works.values():
             self._load(work, fact.invalid_blocks)
         for name, work in step.works.items():
-            sane = self._execute(work, fact.sampled.get(name, ()))
+            failed = work.failures < work.admission.failures or self._fails(fact, name)
+            sane = self._execute(work, fact.sampled.get(name, ()), failed)
             if not sane and fact.returned.get(name):
                 self.bad_tokens.add(name)
         for name in fact.received - fact.failed:
@@ -217,7 +221,11 @@ class Device:
                 return False
         return True
 
-    def _execute(self, work: Work, sampled: tuple[int, ...]) -> bool:
+    def _fails(self, fact: tape.Output, name: str) -> bool:
+        before = fact.before.get(name)
+        return before is not None and bool(fact.invalid_blocks.intersection(before.blocks))
+
+    def _execute(self, work: Work, sampled: tuple[int, ...], failed: bool) -> bool:
         """Whether the positions were executed over valid KV."""
         name, end = work.admission.request_id, work.start + work.tokens - work.drafts
         known = [*work.sequence, *self.tokens.get(name, [])[len(work.sequence) :]][:end]
@@ -227,7 +235,10 @@ class Device:
         rejected = work.drafts - (len(sampled) - 1) if work.drafts and sampled else 0
         last = work.start + work.tokens - rejected
         numbers = self.prefixes.of(known)
-        sane = complete and self._contains(work.blocks, numbers, min(work.start, len(numbers)))
+        sane = self._contains(work.blocks, numbers, min(work.start, len(numbers)))
+        if not sane and not failed:
+            self.bad_reads.add(name)
+        sane = sane and complete
         if not work.admission.checked:
             work.admission.checked = True
             if not self._contains(work.blocks, numbers, work.admission.local):

@@ -67,7 +67,8 @@ class CachedContent(NamedTuple):
     """A block is cached for positions that have no KV.
 
     ``why``: ``sequence`` (the request has only ``limit`` tokens), ``pending`` (an asynchronous load has
-    not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up).
+    not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up) or
+    ``unfilled`` (the request's life ended when it had computed ``limit`` tokens).
     """
 
     why: str
@@ -79,17 +80,19 @@ class CachedContent(NamedTuple):
     story: list[str]
 
 
-class InvalidHit(NamedTuple):
-    """A request hit cached blocks whose KV is not valid, which are ``tokens`` of its local hit.
+class ReadInvalid(NamedTuple):
+    """A step reads positions of cached blocks that have no valid KV.
 
-    ``why``: that of the first block's :class:`~kvledger.audit.ledger.blocks.records.InvalidKV`. ``writer``:
-    the request for which the block was cached.
+    These are ``tokens`` positions from ``start`` up and below ``end``. ``why``: of the first of them, see
+    :data:`~kvledger.audit.ledger.blocks.records.Lack`. ``filler``: the request that fills the first block.
     """
 
     pool: int
     blocks: list[int]
     tokens: int
-    writer: str
+    start: int
+    end: int
+    filler: str
     why: str
     story: list[str]
 
@@ -155,7 +158,7 @@ Subject = (
     | BlockComparison
     | PoolComparison
     | CachedContent
-    | InvalidHit
+    | ReadInvalid
     | ForeignHit
     | ForeignLoad
     | SharedWrite

@@ -12,9 +12,9 @@ from ...causes import EVICTED, RESET
 from ..statements import RemovedRange
 from .entries import CachedContent
 from .holdings import Holdings
-from .invalid import mark_invalid, mark_never_loaded
 from .isolation import isolation_below
-from .records import TABLE, UNKNOWN, FailedLoad, Operation, Pool, hash_text, remember
+from .provenance import PENDING, SEQUENCE, placed
+from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
@@ -35,9 +35,9 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             if end > sequence_tokens >= 0:
                 story = holdings.story(event.pool, block)
                 whose = holdings.holder(TABLE, request, group).request_id
-                beyond = CachedContent("sequence", whose, event.pool, block, end, sequence_tokens, story)
+                beyond = CachedContent(SEQUENCE, whose, event.pool, block, end, sequence_tokens, story)
                 holdings.report(beyond, request)
-                mark_invalid(holdings, event.pool, block, beyond.why, sequence_tokens)
+                holdings.pools[event.pool].records[block].wrong_from = sequence_tokens
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -74,8 +74,6 @@ def _hash(
     record = holdings.record(pool, block)
     if event.replaced:
         holdings.drop_hashes(pool, record)
-    elif not record.hash_ids:
-        holdings.failed.pop((event.pool, block), None)  # the load that failed belongs to earlier content
     if hash_id in pool.removed:
         _note_return(holdings, event.step, pool, hash_id, group, request, end)
     if hash_id not in record.hash_ids:
@@ -87,7 +85,7 @@ def _hash(
     record.least_end = min(end, record.least_end) if len(record.hash_ids) > 1 else end
     record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
     remember(record, done)
-    mark_never_loaded(holdings, event.pool, block, group, request)
+    placed(pool, record, group, end)
     if (event.pool, block) in holdings.hash_awaited:
         allocated = record.allocations[-2] if record.allocations else UNKNOWN
         holdings.hash_awaited.discard((event.pool, block))
@@ -136,8 +134,6 @@ HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.PoolReset: _reset,
 }
 
-# --- loads into cached blocks --------------------------------------------------------------------
-
 
 def check_pending(holdings: Holdings) -> None:
     """Report blocks that were cached before an asynchronous load has filled them."""
@@ -150,71 +146,4 @@ def check_pending(holdings: Holdings) -> None:
             continue
         if life.asynchronous and life.pending and not life.ran and end > life.local:
             whose, story = account.request_id, holdings.story(pool, block)
-            holdings.report(CachedContent("pending", whose, pool, block, end, life.local, story), request)
-            mark_invalid(holdings, pool, block, "pending", life.local)
-
-
-def load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
-    """Remember the request's cached blocks without KV above the failure, until their tokens are computed.
-
-    If the failed blocks are known, the others of the load have KV. Blocks above the load were computed over
-    the missing KV. Local hits are not part of a load that failed as a whole.
-    """
-    account = holdings.accounts.get(event.request)
-    if account is None or account.unknown is not None or account.life is None:
-        return
-    owner, life, failed = holdings.holder(TABLE, event.request, UNKNOWN), account.life, event.failed_blocks
-    start = event.computed_tokens
-    if failed is None and event.asynchronous:
-        start = max(start, life.local)
-    loaded_end = life.local + max(0, life.external)
-    for pool, block in holdings.held.get(event.request, ()):
-        record = holdings.pools[pool].records[block]
-        if failed is not None and block not in failed and record.end <= loaded_end:
-            continue
-        if record.has_hash == 1 and record.cached_for == event.request and record.end > start:
-            holdings.failed[pool, block] = FailedLoad(
-                event.request, owner.request_id, owner.life, event.computed_tokens
-            )
-
-
-def follow_failed_loads(holdings: Holdings) -> None:
-    """Forget failed blocks whose tokens have been computed; report those whose life has ended before.
-
-    Called after each event that posts a step or ends a life. A pool's calls are emitted before the steps that
-    were held back, so a call itself does not show how far its request has computed.
-    """
-    for (pool, block), failed in reversed(list(holdings.failed.items())):
-        record, account = holdings.pools[pool].records[block], holdings.accounts.get(failed.request)
-        life = account.life if account is not None else None
-        unknown = account is not None and account.unknown is not None
-        if unknown or record.has_hash != 1 or record.cached_for != failed.request:
-            del holdings.failed[pool, block]
-        elif account is None or life is None or life.number != failed.life:
-            _report_not_loaded(holdings, pool, block)
-        else:
-            failed.valid_to = max(failed.valid_to, account.computed)
-            if failed.valid_to >= record.end:
-                del holdings.failed[pool, block]
-
-
-def check_failed_hits(holdings: Holdings, step: int) -> None:
-    """``step`` has been posted: report the hits that it and earlier steps made on blocks without KV."""
-    hits, holdings.failed_hits = holdings.failed_hits, []
-    for hit in hits:
-        made_in, pool, block = hit
-        if (pool, block) not in holdings.failed:
-            continue
-        if made_in <= step:
-            _report_not_loaded(holdings, pool, block)
-        else:
-            holdings.failed_hits.append(hit)
-
-
-def _report_not_loaded(holdings: Holdings, pool: int, block: int) -> None:
-    """Report a cached block whose load failed and which was hit, or can be hit from now on."""
-    failed = holdings.failed.pop((pool, block))
-    end, story = holdings.pools[pool].records[block].end, holdings.story(pool, block)
-    content = CachedContent("failed", failed.request_id, pool, block, end, failed.valid_to, story)
-    holdings.report(content, failed.request)
-    mark_invalid(holdings, pool, block, content.why, failed.valid_to)
+            holdings.report(CachedContent(PENDING, whose, pool, block, end, life.local, story), request)

@@ -14,7 +14,7 @@ from ..account import Account
 from ..statements import RemovedRange
 from .demand import BlockDemand
 from .entries import BlockFinding, Collision, Subject
-from .records import PIN, TABLE, UNKNOWN, Block, FailedLoad, Holder, Operation, Pool, hash_text
+from .records import PIN, TABLE, UNKNOWN, Block, Holder, LifeLacks, Operation, Pool, hash_text
 
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""
@@ -23,9 +23,6 @@ Accounts = Mapping[int, Account]
 
 SavedBy = tuple[list[int], str]
 """The isolation classes under which KV was saved, and the id of the request."""
-
-UnjudgedHit = tuple[int, int, int, int, int]
-"""A hit: request, group, pool, block, step."""
 
 InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
@@ -41,26 +38,24 @@ class Holdings:
         """By request: how often its tables hold each (pool, block)."""
         self.ending: dict[int, int] = {}
         """Ended requests whose tables may still exist, with the time of their end."""
-        self.failed: dict[tuple[int, int], FailedLoad] = {}
-        """Cached blocks whose load failed, by (pool, block), until their tokens are computed."""
+        self.lives: dict[int, LifeLacks] = {}
+        """By request: the blocks that its present life fills."""
+        self.unread: dict[tuple[int, int, int], int] = {}
+        """Hits that no step has read: request, pool, block, and the step of the hit. 0: judge it at once."""
+        self.hits: dict[int, dict[tuple[int, int], int]] = {}
+        """By request, until its admission: how many blocks it hit of each pool and group."""
+        self.exposed: dict[tuple[int, int, int], None] = {}
+        """Hits on blocks that have lost KV since: request, pool, block. Each further step reads them."""
         self.newly_cached: list[tuple[int, int, int, int]] = []
         """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
         self.hash_awaited: set[tuple[int, int]] = set()
         """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
         self.hash_arrived: list[tuple[int, int, int, int, str]] = []
         """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
-        self.failed_hits: list[tuple[int, int, int]] = []
-        """Hits on blocks of ``failed``: step, pool, block. Checked once the step has been posted."""
         self.refilled: list[tuple[int, RemovedRange]] = []
         """Requests that this event makes fill positions again whose KV had been in the cache."""
-        self.unjudged_hits: list[UnjudgedHit] = []
-        """Hits on cached blocks whose KV is not valid, or may not be. They are judged after the step."""
         self.invalid_hits: list[InvalidRange] = []
         """Local hits on KV that is not valid, found after the present event."""
-        self.awaiting: dict[tuple[int, int], tuple[int, int]] = {}
-        """Cached blocks without valid KV, and the request and life that may still compute it."""
-        self.never_loaded: dict[int, list[tuple[int, int, str]]] = {}
-        """By request: positions that the engine takes as loaded and that were not, as start, end, cause."""
         self.isolation: dict[int, list[int]] = {}
         """Isolation classes by request, until the engine forgets the request; unknown if absent."""
         self.store_keys: dict[int, tuple[int, list[int]]] = {}
@@ -71,6 +66,8 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
+        self.ended: list[BlockFinding] = []
+        """Subjects about blocks of lives that this event has ended."""
         self.accounts: Accounts = {}
         """The open accounts, by request number."""
 
@@ -79,12 +76,11 @@ class Holdings:
         self.pools.clear()
         self.held.clear()
         self.ending.clear()
-        self.failed.clear()
         self.newly_cached.clear()
-        self.failed_hits.clear()
-        self.unjudged_hits.clear()
-        self.awaiting.clear()
-        self.never_loaded.clear()
+        self.lives.clear()
+        self.unread.clear()
+        self.exposed.clear()
+        self.hits.clear()
         self.isolation.clear()
         self.store_keys.clear()
         self.demand.forget()
@@ -130,7 +126,7 @@ class Holdings:
                         del pool.removed[next(iter(pool.removed))]
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
-        record.isolation = record.invalid = None
+        record.isolation, record.wrong_from = None, UNKNOWN
 
     # --- holders, operations, findings -------------------------------------------------------------
 

@@ -10,11 +10,13 @@ compares both with its own and then adopts them, so that one fault is reported o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from ... import events as ev
-from ...causes import RESET
-from . import hashes, invalid, store
+from ..account import Account
+from ..life import Life
+from . import hashes, provenance, reads, store
 from .engine_reports import ENGINE_REPORTS
 from .entries import BlockFinding
 from .holdings import Accounts, Holdings
@@ -38,18 +40,6 @@ _SCHEDULING = (
 """Events of a step that come after the step's pool calls. A step may be emitted only together with a later
 event; a finished load comes after them."""
 
-_COMPUTING_OR_ENDING = frozenset((ev.Stepped, ev.Repeated, ev.RolledBack, ev.Preempted, ev.Finished))
-"""Events after which a request may have computed more tokens, or its life may have ended."""
-
-
-_LOADS = (ev.LoadFinished, ev.LoadFailed)
-"""Events that may make the KV of a cached block valid."""
-
-
-def _preempted_by_reset(event: ev.Event) -> bool:
-    """Whether a reset of the prefix cache preempts a request; the cache is reset before it is used again."""
-    return type(event) is ev.Preempted and event.cause == RESET
-
 
 class BlockLedger(Holdings):
     """Blocks of one engine, kept from its events in order."""
@@ -72,25 +62,23 @@ class BlockLedger(Holdings):
             _APPLYING[type(call)](self, call)
         return self.findings
 
-    def after(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
-        """Called after any other event is posted; return the subjects about blocks that follow from it."""
-        self.findings = []
+    def after(
+        self, event: ev.Event, accounts: Accounts, is_scheduled: Callable[[int], bool]
+    ) -> list[BlockFinding]:
+        """Called after any other event is posted; return the subjects about blocks that follow from it.
+
+        ``is_scheduled``: whether the last step that was posted scheduled a request.
+        """
+        self.findings, self.ended = self.ended, []
         self.accounts = accounts
         if self.newly_cached and type(event) not in _SCHEDULING:
             hashes.check_pending(self)
-        if type(event) is ev.LoadFailed:
-            hashes.load_failed(self, event)
-        elif self.failed and type(event) in _COMPUTING_OR_ENDING and not _preempted_by_reset(event):
-            hashes.follow_failed_loads(self)
-            if type(event) is ev.Stepped:
-                hashes.check_failed_hits(self, event.step)
         if type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
         if self.store_keys:
             store.after(self, event)
         self.invalid_hits = []
-        if self.never_loaded or self.awaiting or self.unjudged_hits or type(event) in _LOADS:
-            invalid.after(self, event)
+        reads.after(self, event, is_scheduled)
         return self.findings
 
     def looked_up(self, event: ev.StoreKeys) -> None:
@@ -98,6 +86,12 @@ class BlockLedger(Holdings):
         if event.chunk_tokens > 0:
             self.store_keys[event.request] = event.chunk_tokens, event.keys
 
-    def lost(self, request: int, start: int, end: int, cause: str) -> None:
-        """Note that a request's external tokens [start, end) were lost for ``cause``."""
-        invalid.never_loaded(self, request, start, end, cause)
+    def lost(self, request: int, life: int, start: int, end: int, cause: str) -> None:
+        """Note that external tokens [start, end) of a life were lost for ``cause``."""
+        reads.lost(self, request, life, start, end, cause)
+
+    def life_ends(self, account: Account, life: Life, cause: str) -> None:
+        """A life ends; its account has the last counts. Called before the event of the end is posted."""
+        self.findings, found = [], self.findings
+        provenance.life_ends(self, account, life, cause)
+        self.findings, self.ended = found, [*self.ended, *self.findings]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ... import events as ev
 from ... import pool_calls
 from ...causes import EVICTED
+from . import provenance, reads
 from .engine_reports import compare_references
 from .entries import StrayFree
 from .holdings import Holdings
@@ -52,6 +53,7 @@ def _allocate(
             holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
         else:
             record.holders_known, record.reported = True, False
+        provenance.allocated(holdings, event.pool, block, record, holder)
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= 1
 
@@ -80,10 +82,8 @@ def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
             elif record.has_hash == 0:
                 first = record.holders[0] if record.holders else None
                 holdings.report_collision("unhashed", event.pool, block, first, holder)
-        if (event.pool, block) in holdings.failed:
-            holdings.failed_hits.append((event.step, event.pool, block))
-        if holder.kind == TABLE and (record.invalid is not None or (event.pool, block) in holdings.failed):
-            holdings.unjudged_hits.append((event.request, event.group, event.pool, block, event.step))
+        if holder.kind == TABLE:
+            reads.hit(holdings, event, block, record)
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= references == 1
         compare_references(holdings, event.pool, block, record, references)
@@ -150,7 +150,8 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
         to.hash_ids, from_.hash_ids = from_.hash_ids, []
         to.has_hash, from_.has_hash = from_.has_hash, 0
         to.end, to.cached_for, to.writer = from_.end, from_.cached_for, from_.writer
-        to.isolation, to.least_end, to.invalid = from_.isolation, from_.least_end, from_.invalid
+        to.isolation, to.least_end, to.wrong_from = from_.isolation, from_.least_end, from_.wrong_from
+        to.filled, to.begin, to.room_end = from_.filled, from_.begin, from_.room_end
 
 
 def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:

@@ -51,15 +51,35 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
     stack: list[str] | None
 
 
-class InvalidKV(msgspec.Struct, frozen=True, gc=False):
-    """Why a cached block's KV is not valid from position ``start`` up.
+Lack = tuple[int, int, str]
+"""Positions without valid KV, start and end, and why: a word of :mod:`.provenance`, or a cause of
+:mod:`kvledger.audit.causes` for which external tokens were not loaded."""
 
-    ``why``: as in ``CachedContent``, or a cause of :mod:`kvledger.audit.causes` for which external tokens
-    were not loaded.
-    """
 
-    why: str
-    start: int
+class Filled(msgspec.Struct, gc=False):
+    """Which life fills a block, or has filled it."""
+
+    request: int
+    request_id: str
+    life: int
+    lacks: list[Lack] | None = None
+    """The positions that the life left without valid KV; None while it lasts."""
+
+
+class LifeLacks(msgspec.Struct):
+    """The blocks of a life that lasts, and what its count does not say of them."""
+
+    life: int
+    blocks: list[tuple[int, int]] = []
+    """Pool and block of each block that was allocated to the life."""
+    never_loaded: list[Lack] = []
+    """Positions that the engine takes as loaded and that were not."""
+    loaded_end: int = UNKNOWN
+    """A load failed in part: the blocks of the load, which ends here, have KV unless they are ``failed``."""
+    failed: set[tuple[int, int]] = set()
+    """The blocks (pool, block) that failed to load."""
+    tainted_from: int = UNKNOWN
+    """The first position that was computed from KV that was not valid; -1: none is known."""
 
 
 class Block(msgspec.Struct):
@@ -83,24 +103,20 @@ class Block(msgspec.Struct):
     """The isolation classes under which the KV below ``least_end`` was written; None: not known."""
     least_end: int = 0
     """The shortest of the block's hashes covers the positions below this one."""
-    invalid: InvalidKV | None = None
-    """Why the block's KV is not valid although the block is cached; None: nothing says so."""
+    filled: Filled | None = None
+    """Which life fills the block; None: not known."""
+    begin: int = UNKNOWN
+    """The first position of the block, from its last hash; -1: it was not cached since it was allocated."""
+    room_end: int = UNKNOWN
+    """One above the last position for which the block has room."""
+    wrong_from: int = UNKNOWN
+    """From this position up the hash stands for tokens that the sequence did not have; -1: for none."""
     reported: bool = False
     """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []
     """The last operations on the block, oldest first."""
     allocations: list[int] = []
     """Step and request of the last two allocations, oldest first."""
-
-
-class FailedLoad(msgspec.Struct):
-    """A cached block whose load failed, while the life that caches it may still compute its tokens."""
-
-    request: int
-    request_id: str
-    life: int
-    valid_to: int
-    """First position without valid KV. It rises with every step that computes the tokens again."""
 
 
 class Pool(msgspec.Struct):

@@ -323,7 +323,7 @@ def test_an_abort_between_two_recomputed_chunks_leaves_the_other_blocks_without_
     assert 4 == finding.repeats  # of the blocks 5 to 9
 
 
-@violates("blocks/hash-content")
+@violates("blocks/read-invalid")
 def test_a_hit_on_a_failed_block_before_its_chunk_is_recomputed_is_found(watched):
     driver = failed_load_in_chunks(watched)
     driver.scheduler.scheduler_config.long_prefill_token_threshold = 64
@@ -331,12 +331,13 @@ def test_a_hit_on_a_failed_block_before_its_chunk_is_recomputed_is_found(watched
     driver.add("other", 150, 1, shares=("r", 144))
     driver.run()
 
-    finding = watched.finding("blocks/hash-content")
+    finding = watched.finding("blocks/read-invalid")
 
-    assert "of request r, which has no KV from position 128 on, because its load failed" in finding.message
+    assert ("other", 128, 16) == (finding.request, finding.figures["start"], finding.figures["tokens"])
+    assert "the load of request r failed, and the tokens were not computed again" in finding.message
 
 
-@near_miss("blocks/hash-content")
+@near_miss("blocks/read-invalid")
 def test_a_hit_in_the_step_that_recomputes_the_last_failed_block_is_clean(watched):
     driver = failed_load_in_chunks(watched)
     driver.connector.answer_lookups("other", 0)

@@ -292,7 +292,6 @@ def test_a_count_that_rises_after_the_end_is_found():
         ("A0+0 s100 o+ F", 100, 7),
         ("A0+0 s100 o+ s1 F", 101, 7),
         ("A0+96 L32 F", 32, 2),
-        ("A0+96a F", 96, 6),
         ("A0+0 s100 o+ P F", 0, 0),
         ("F", 0, 0),
     ],
@@ -311,6 +310,27 @@ def test_blocks_without_positions_are_not_compared():
     stream = handed("A0+0 s100 o+ F", 100, 1)
 
     assert [] == violation_ids(altered(stream, HandedOver, room_tokens=-1))
+
+
+# --- connector/handed-unloaded ---------------------------------------------------------------------
+
+
+@violates("connector/handed-unloaded")
+def test_an_abort_during_an_asynchronous_load_hands_over_tokens_that_were_not_loaded():
+    (drift,) = audited(handed("A0+96a F", 96, 6)).violations
+
+    assert ("connector/handed-unloaded", "drift") == (drift.id, drift.severity)
+    assert "told 96 computed tokens and handed 6 blocks, but 96 of these tokens were not" in drift.message
+
+
+@near_miss("connector/handed-unloaded")
+@pytest.mark.parametrize(
+    ("words", "computed", "blocks"), [("A0+96a L96 F", 96, 6), ("A0+96a F", 0, 0), ("A0+96 s4 o+ F", 100, 7)]
+)
+def test_a_handover_of_loaded_tokens_is_clean(words: str, computed: int, blocks: int):
+    found = audited(handed(words, computed, blocks)).violations
+
+    assert [] == [v for v in found if v.id == "connector/handed-unloaded"]
 
 
 # --- events of a worker --------------------------------------------------------------------------

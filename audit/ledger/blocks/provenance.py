@@ -1,0 +1,136 @@
+"""What a block holds: which life filled it, which positions of it have no valid KV, and why.
+
+A block that is allocated to a request is filled by the request's life: with the tokens that it computes,
+from its local hit up to its computed count, and with those that are loaded for it. While the life lasts, its
+account says how far that is, so a step costs nothing here. When the life ends, its blocks keep what they
+lack. A block whose allocation was not observed has no such record: what it holds is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
+from ..account import Account
+from ..life import Life
+from .entries import CachedContent
+from .holdings import Holdings
+from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
+
+EVERY = 1 << 62
+"""Above every position."""
+
+SEQUENCE, PENDING, FAILED, UNFILLED, TAINTED = "sequence", "pending", "failed", "unfilled", "tainted"
+"""Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
+failed; nothing computed them; they were computed from KV that was not valid.
+See also :data:`USED_UNLOADED`."""
+
+USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)
+"""Causes of lost external tokens that the engine does not know of, so that it uses the tokens."""
+
+PROMISED = (PENDING, FAILED, UNFILLED)
+"""What a cached block may lack although nothing else reports it."""
+
+
+def allocated(holdings: Holdings, number: int, block: int, record: Block, holder: Holder) -> None:
+    """A block is allocated: the holder's life fills it from now on."""
+    record.wrong_from = record.begin = record.room_end = UNKNOWN
+    if holder.request < 0:
+        record.filled = None
+        return
+    record.filled = Filled(holder.request, holder.request_id, holder.life)
+    lacks = holdings.lives.get(holder.request)
+    if lacks is None or lacks.life != holder.life:
+        lacks = holdings.lives[holder.request] = LifeLacks(holder.life)
+    lacks.blocks.append((number, block))
+
+
+def placed(pool: Pool, record: Block, group: int, end: int) -> None:
+    """A block is cached for positions below ``end``, from which its own positions follow."""
+    sizes = [size for size, _ in pool.groups.values()]
+    size = pool.groups[group][0] if group in pool.groups else max(sizes, default=0)
+    record.begin = (end - 1) // size * size if size > 0 else end
+    record.room_end = record.begin + size
+
+
+def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -> list[Lack]:
+    """The positions of [start, end) in a block that have no valid KV, as far as known, in order."""
+    record = holdings.pools[number].records[block]
+    lacks: list[Lack] = []
+    if record.filled is not None:
+        known = record.filled.lacks
+        lacks += _of_life(holdings, number, block, record, record.filled) if known is None else known
+    if record.wrong_from >= 0:
+        lacks.append((record.wrong_from, record.end, SEQUENCE))
+    return _clipped(lacks, max(start, record.begin), min(end, record.room_end)) if lacks else lacks
+
+
+def _clipped(lacks: Iterable[Lack], start: int, end: int) -> list[Lack]:
+    """The parts of ``lacks`` in [start, end), sorted, each position once."""
+    clipped: list[Lack] = []
+    for low, high, why in sorted(lacks):
+        low, high = max(low, start), min(high, end)
+        if low < high:
+            clipped.append((low, high, why))
+            start = high
+    return clipped
+
+
+def _of_life(holdings: Holdings, number: int, block: int, record: Block, filled: Filled) -> Iterator[Lack]:
+    """What a life that lasts has not filled."""
+    account = holdings.accounts.get(filled.request)
+    life = account.life if account is not None else None
+    if account is not None and account.unknown is None and life is not None and life.number == filled.life:
+        yield from _life_lacks(holdings, account, life, (number, block), record.room_end)
+
+
+def _life_lacks(
+    holdings: Holdings, account: Account, life: Life, block: tuple[int, int], room_end: int
+) -> Iterator[Lack]:
+    """What the life of an account has not filled of one of its blocks."""
+    lacks = holdings.lives.get(account.request, LifeLacks(life.number))
+    waits = life.asynchronous and life.pending and not life.ran
+    loaded = 0 <= room_end <= lacks.loaded_end and block not in lacks.failed
+    if waits:
+        yield life.local, EVERY, PENDING
+    elif life.invalid_from >= 0 and not loaded:
+        yield account.computed, EVERY, FAILED
+    elif life.invalid_from < 0:  # what was rolled back for another cause had been computed
+        yield account.computed + sum(life.rolled_back.values()) + life.rejected, EVERY, UNFILLED
+    yield from lacks.never_loaded
+    if lacks.tainted_from >= 0:
+        yield lacks.tainted_from, EVERY, TAINTED
+
+
+def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> None:
+    """A life ends: its blocks keep what they lack. Report those that stay in the cache all the same."""
+    lacks = holdings.lives.get(account.request)
+    if lacks is None or lacks.life != life.number:
+        return
+    known = account.unknown is None
+    for number, block in lacks.blocks:
+        record = holdings.pools[number].records[block]
+        filled = record.filled
+        if filled is None or filled.lacks is not None or filled.request != account.request:
+            continue
+        if not known or record.begin < 0:  # nothing else can read a block that was never cached
+            record.filled = None
+            continue
+        filled.lacks = _clipped(
+            _life_lacks(holdings, account, life, (number, block), record.room_end),
+            record.begin,
+            record.room_end,
+        )
+        if filled.lacks and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
+            _report_promised(holdings, number, block, record)
+    del holdings.lives[account.request]
+
+
+def _report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
+    """Report a cached block that lacks positions that its hash stands for, and that nothing will fill."""
+    for low, _, why in lacking(holdings, number, block, record.begin, record.end):
+        if why in PROMISED:
+            story = holdings.story(number, block)
+            subject = CachedContent(why, record.writer, number, block, record.end, low, story)
+            holdings.report(subject, record.cached_for)
+            return

@@ -1,0 +1,195 @@
+"""The law of reads: every position that a step reads from a block of another life holds valid KV.
+
+A request reads the blocks that it hit at each of its steps. Steps run in the order in which they were
+scheduled, and a step writes before it reads, so KV that the step itself computes is valid. A hit is judged at
+the first step that reads it; it is judged again when a block that it uses loses KV. Then nothing can become
+wrong without an event, so a steady step costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ... import events as ev
+from ... import pool_calls
+from .entries import ReadInvalid
+from .holdings import Holdings
+from .provenance import UNFILLED, USED_UNLOADED, lacking
+from .records import TABLE, UNKNOWN, Block, Lack, LifeLacks, Pool
+
+Reads = dict[tuple[int, int], list[Lack]]
+"""What a request reads without valid KV, by pool and block."""
+
+
+def hit(holdings: Holdings, event: pool_calls.BlocksTouched, block: int, record: Block) -> None:
+    """A request hit a cached block: its first read is judged, unless the block is known to be valid."""
+    filled, hits = record.filled, holdings.hits.setdefault(event.request, {})
+    hits[event.pool, event.group] = hits.get((event.pool, event.group), 0) + 1
+    if record.wrong_from >= 0 or (filled is not None and filled.lacks != []):
+        holdings.unread[event.request, event.pool, block] = event.step
+
+
+def admitted(holdings: Holdings, event: ev.Admitted) -> None:
+    """A life begins. Report the local tokens for which it got its own blocks instead of cached ones.
+
+    Its own blocks are empty until it fills them, and it fills none below its local hit.
+    """
+    request = event.request
+    hits, lacks = holdings.hits.pop(request, {}), holdings.lives.get(request)
+    account = holdings.accounts.get(request)
+    if lacks is None or account is None or account.unknown is not None or event.local_tokens <= 0:
+        return
+    if len(holdings.held.get(request, ())) != sum(hits.values()) + len(set(lacks.blocks)):
+        return  # the request kept blocks of an earlier life
+    for number, pool in holdings.pools.items():
+        for group in pool.prefix_groups:
+            covered = pool.groups[group][0] * hits.get((number, group), 0)
+            own = [block for each, block in lacks.blocks if each == number]
+            if own and covered < event.local_tokens and not _copied_to(pool, own[0]):
+                story, whose = holdings.story(number, own[0]), account.request_id
+                tokens = event.local_tokens - covered
+                subject = ReadInvalid(
+                    number, own[:1], tokens, covered, event.local_tokens, whose, UNFILLED, story
+                )
+                holdings.report(subject, request)
+                holdings.invalid_hits.append((request, covered, event.local_tokens))
+
+
+def _copied_to(pool: Pool, block: int) -> bool:
+    """Whether a copy filled the first part of a block."""
+    return any(done.what.startswith("copied from") for done in pool.records[block].operations)
+
+
+def lost(holdings: Holdings, request: int, life: int, start: int, end: int, cause: str) -> None:
+    """External tokens [start, end) of a life were lost, and the engine may use them."""
+    if cause not in USED_UNLOADED:
+        return
+    lacks = holdings.lives.get(request)
+    if lacks is not None and lacks.life == life:
+        lacks.never_loaded.append((start, end, cause))
+        for number, block in lacks.blocks:  # those who have hit them have read them
+            for reader in _readers(holdings, number, block):
+                holdings.unread[reader, number, block] = 0
+    else:
+        _lost_after_the_end(holdings, request, life, start, end, cause)
+
+
+def _lost_after_the_end(
+    holdings: Holdings, request: int, life: int, start: int, end: int, cause: str
+) -> None:
+    """It turns out later: the blocks that the request had filled lack the tokens."""
+    for number, pool in holdings.pools.items():
+        for block, record in pool.records.items():
+            filled = record.filled
+            if filled is None or filled.lacks is None:
+                continue
+            if (filled.request, filled.life) == (request, life):
+                low, high = max(start, record.begin), min(end, record.room_end)
+                if low < high:
+                    filled.lacks.append((low, high, cause))
+                    for reader in _readers(holdings, number, block):
+                        holdings.unread[reader, number, block] = 0
+
+
+def after(holdings: Holdings, event: ev.Event, is_scheduled: Callable[[int], bool]) -> None:
+    """Called after an event other than those of the pools has been posted."""
+    if isinstance(event, ev.LoadFailed):
+        _load_failed(holdings, event)
+    elif isinstance(event, ev.Admitted):
+        admitted(holdings, event)
+    elif isinstance(event, ev.Stepped | ev.Repeated) and (holdings.unread or holdings.exposed):
+        _judge(holdings, event.step if isinstance(event, ev.Stepped) else UNKNOWN, is_scheduled)
+
+
+def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
+    """A load failed: whoever uses its blocks reads them at the next step, if nothing has filled them by then.
+
+    The engine itself tells those who read them in the step that failed.
+    """
+    account, lacks = holdings.accounts.get(event.request), holdings.lives.get(event.request)
+    if account is None or account.life is None or lacks is None:
+        return
+    if event.failed_blocks is not None:
+        lacks.failed |= {(number, block) for number in holdings.pools for block in event.failed_blocks}
+        lacks.loaded_end = account.life.local + max(0, account.life.external)
+    lacks.never_loaded = [row for row in lacks.never_loaded if row[0] < event.computed_tokens]
+    if lacks.tainted_from >= event.computed_tokens:
+        lacks.tainted_from = UNKNOWN  # these are computed again
+    for number, block in lacks.blocks:
+        for reader in _readers(holdings, number, block):
+            holdings.exposed[reader, number, block] = None
+
+
+def _readers(holdings: Holdings, number: int, block: int) -> list[int]:
+    """The requests that hold a block in their tables, but the one whose life fills it."""
+    record = holdings.pools[number].records[block]
+    filler = record.filled.request if record.filled is not None else UNKNOWN
+    return [h.request for h in record.holders if h.kind == TABLE and h.request != filler]
+
+
+def _judge(holdings: Holdings, posted: int, is_scheduled: Callable[[int], bool]) -> None:
+    """Steps up to ``posted`` have been posted: judge the reads that they are the first to make.
+
+    A pool's calls are emitted before the steps that were held back, so a hit may be one of a later step.
+    """
+    reads: dict[int, Reads] = {}
+    for (request, number, block), step in list(holdings.unread.items()):
+        account = holdings.accounts.get(request)
+        life = account.life if account is not None else None
+        begun = life is not None and life.began_step >= step
+        if step > posted or (begun and life is not None and not life.ran):
+            continue  # of a later step, or the request waits for a load
+        del holdings.unread[request, number, block]
+        if life is not None and (begun or not step):
+            _read(holdings, reads, request, number, block, life.local)
+    for request, number, block in list(holdings.exposed):
+        account = holdings.accounts.get(request)
+        life = account.life if account is not None else None
+        if life is None or not _in_table(holdings, number, block, request):
+            del holdings.exposed[request, number, block]
+            continue
+        if is_scheduled(request):
+            _read(holdings, reads, request, number, block, life.local)
+        if not lacking(holdings, number, block, 0, life.local):
+            del holdings.exposed[request, number, block]
+    for request, invalid in reads.items():
+        _report(holdings, request, invalid)
+        for number, block in invalid:
+            holdings.exposed.pop((request, number, block), None)
+
+
+def _in_table(holdings: Holdings, number: int, block: int, request: int) -> bool:
+    record = holdings.pools[number].records.get(block) if number in holdings.pools else None
+    return record is not None and any(h.kind == TABLE and h.request == request for h in record.holders)
+
+
+def _read(
+    holdings: Holdings, reads: dict[int, Reads], request: int, number: int, block: int, end: int
+) -> None:
+    """Note what a request reads without valid KV in a block below position ``end``."""
+    if _in_table(holdings, number, block, request):
+        lacks = lacking(holdings, number, block, 0, end)
+        if lacks:
+            reads.setdefault(request, {})[number, block] = lacks
+
+
+def _report(holdings: Holdings, request: int, reads: Reads) -> None:
+    account = holdings.accounts[request]
+    assert account.life is not None
+    rows = sorted(row for lacks in reads.values() for row in lacks)
+    tokens = counted = 0
+    for start, end, _ in rows:  # the groups of a hybrid model have the same positions
+        tokens += max(0, end - max(start, counted))
+        counted = max(counted, end)
+    number, block = min(reads, key=lambda each: reads[each])
+    record = holdings.pools[number].records[block]
+    blocks = [each for pool, each in reads if pool == number]
+    filler = record.filled.request_id if record.filled is not None else record.writer
+    story, why = holdings.story(number, block), rows[0][2]
+    subject = ReadInvalid(number, blocks, tokens, rows[0][0], counted, record.writer or filler, why, story)
+    holdings.report(subject, request)
+    holdings.invalid_hits += [(request, start, end) for start, end, _ in rows]
+    lacks = holdings.lives.get(request)
+    if lacks is None or lacks.life != account.life.number:
+        lacks = holdings.lives[request] = LifeLacks(account.life.number)
+    lacks.tainted_from = account.in_flight[-1].start if account.in_flight else account.computed
