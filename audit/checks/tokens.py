@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account
-from ..ledger.entries import Entry, ReportedCounts, ReportedLookups, StaleRejection
+from ..ledger.entries import Entry, ReportedCounts, ReportedLookups, StaleRejection, TokensMissing
 from ..ledger.statements import Settlement
 from .registry import (
     LMCACHE_2912,
@@ -263,6 +263,36 @@ def unexplained_drop(entry: Entry) -> Iterator[Witness]:
 
 
 _RAN_TO_ITS_END = frozenset(("stopped", "length"))
+
+
+@invariant(
+    "tokens/without-token",
+    on=(TokensMissing,),
+    message="In step {step}, request {request} computes positions up to {end_tokens}, but its sequence has "
+    "{sequence_tokens} tokens and the steps in flight bring at most {tokens_to_come}: {tokens} positions "
+    "have no token.",
+    near_misses=(
+        "asynchronous steps in flight, whose sampled tokens the next step computes",
+        "draft tokens, which the sequence does not contain yet",
+        "a step after a failed load, when the outputs in flight are dropped and computed again",
+    ),
+)
+def without_token(entry: Entry) -> Iterator[Witness]:
+    """Each position that a step computes has a token.
+
+    The token is in the request's sequence, or a step in flight samples it, or it is a draft of this step.
+    Violated when the engine expects outputs that it has dropped, for example the placeholders of steps before
+    a failed load: the worker then computes KV from whatever its buffers hold.
+    """
+    subject = entry.subject
+    assert isinstance(subject, TokensMissing)
+    yield Witness(
+        step=entry.step,
+        end_tokens=subject.end,
+        sequence_tokens=subject.sequence,
+        tokens_to_come=subject.to_come,
+        tokens=subject.end - subject.sequence - subject.to_come,
+    )
 
 
 @invariant(

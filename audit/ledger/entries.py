@@ -192,6 +192,17 @@ class SiblingAdded(NamedTuple):
     sample: int
 
 
+class TokensMissing(NamedTuple):
+    """A step computes positions up to ``end``, drafts left out, for which there are no tokens.
+
+    The sequence has ``sequence`` tokens, and the steps in flight can bring at most ``to_come``.
+    """
+
+    end: int
+    sequence: int
+    to_come: int
+
+
 class StaleRejection(NamedTuple):
     """Draft tokens that the engine subtracted from a count which a failed load had rolled back before.
 
@@ -340,6 +351,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | PromptUnreported
         | CountedDrafts
         | StaleRejection
+        | TokensMissing
         | SiblingAdded
         | ContentChanged
         | UnsealedHit

@@ -23,7 +23,7 @@ from .accounts import (
     settle_if_attained,
 )
 from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
-from .entries import Entry, StaleRejection
+from .entries import Entry, StaleRejection, TokensMissing
 from .executed_tokens import execute, execute_invalid
 from .ledger_state import LedgerState
 from .life import InFlight, Life
@@ -53,6 +53,23 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
         account = state.living[changed[i]]
         if account.unknown is None:
             enter_computed(state, account, "scheduled", changed[i + 3])
+            if account.computed - changed[i + 2] > account.sequence_tokens:
+                _compare_sequence(state, account, changed[i + 2], changed[i + 3])
+
+
+def _compare_sequence(state: LedgerState, account: Account, drafts: int, computed: int) -> None:
+    """Make an entry if a step computes positions for which no step in flight can bring a token.
+
+    Nothing is compared if the engine's count is another, which has an entry of its own.
+    """
+    if computed != account.computed or not state.sampled_beside_drafts:
+        return
+    earlier = list(account.in_flight)[:-1]
+    to_come = sum(1 + each.drafts for each in earlier if each.invalid_from < 0 and not each.overrun)
+    limit = account.sequence_tokens + to_come
+    if account.computed - drafts > limit:
+        subject = TokensMissing(account.computed - drafts, account.sequence_tokens, to_come)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
 def _schedule(state: LedgerState) -> None:

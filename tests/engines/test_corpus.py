@@ -25,22 +25,34 @@ FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 """Upstream leaves failed loads in the external figure, on purpose (vLLM #37460): drift."""
 PLACEHOLDER_LEAK = ("tokens/in-flight", "r")
 """A synchronous load failure under async scheduling leaks an output placeholder (0.32, 0.33)."""
+WITHOUT_TOKEN = ("tokens/without-token", "r")
+"""The step after such a failure computes a position for each leaked placeholder."""
+HANDED_UNLOADED = ("connector/handed-unloaded", None)
+"""A request that ends before its load has is handed over with the promised tokens: drift."""
 STANDSTILL = ("requests/standstill", "oversized")
 """A prompt that the pool can't hold blocks those behind it (vLLM #39734)."""
 
 KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "asynchronous_load_fails_in_part": {FAILED_LOAD_COUNTED},
     "load_failure_sync_sync": {FAILED_LOAD_COUNTED},
-    "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
-    "load_failure_sync_before_next_output_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
-    "load_failure_of_a_shared_block_async": {PLACEHOLDER_LEAK},
+    "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
+    "load_failure_sync_before_next_output_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
+    "load_failure_of_a_shared_block_async": {PLACEHOLDER_LEAK, WITHOUT_TOKEN},
     "load_failure_recomputed_in_chunks_sync": {FAILED_LOAD_COUNTED},
     "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
     "load_failure_then_reset": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
     "local_hit_fails_sync": {FAILED_LOAD_COUNTED},
-    "local_hit_fails_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK},
+    "local_hit_fails_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
+    **dict.fromkeys(
+        (
+            *("aborted_in_remote_wait", "abort_everywhere_sync", "abort_everywhere_async"),
+            *("abort_before_output_sync", "abort_before_output_async"),
+            *("load_failure_async_policy_fail_sync", "load_failure_async_policy_fail_async"),
+        ),
+        {HANDED_UNLOADED},
+    ),
     "oversized_prompt_sync": {STANDSTILL},
     "oversized_prompt_async": {STANDSTILL},
 }

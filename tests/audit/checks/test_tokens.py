@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.audit.checks.false_reports import (
     altered,
@@ -15,7 +17,10 @@ from tests.audit.checks.false_reports import (
     without,
     without_drifts,
 )
+from tests.audit.checks.watched import Watched
 from tests.histories import events
+from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.driving import Driver
 
 from kvledger.audit.checks.tokens import source_sum, suspense
 from kvledger.audit.events import (
@@ -594,3 +599,52 @@ def test_tokens_computed_again_without_a_cause_are_found():
 @near_miss("tokens/suspense")
 def test_tokens_computed_again_after_a_preemption_are_rework():
     assert [] == violation_ids(events(64, "A0+0 s64 o+ s1 o+ P A0+0 s66 o+ F"))
+
+
+# --- tokens/without-token -------------------------------------------------------------------------
+
+
+def failed_with_a_step_in_flight(watched: Watched, **setup: Any) -> Driver:
+    """The load of request r fails while a step that follows it is in flight, if two steps may be."""
+    driver = watched.start(connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 96)
+    driver.add("r", 100, 4)
+    driver.schedule()
+    if setup:
+        driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[2:3])
+    driver.run()
+    return driver
+
+
+@violates("tokens/without-token")
+def test_a_step_that_computes_a_dropped_output_is_found():
+    """vLLM keeps the placeholders of outputs that it drops after a failed load."""
+    watched = Watched()
+    failed_with_a_step_in_flight(watched, asynchronous=True)
+
+    finding = watched.finding("tokens/without-token")
+
+    assert ("r", 102, 100, 2) == (
+        finding.request,
+        *(finding.figures[name] for name in ("end_tokens", "sequence_tokens", "tokens")),
+    )
+
+
+@near_miss("tokens/without-token")
+def test_a_failed_load_without_a_step_in_flight_drops_no_output():
+    watched = Watched()
+    failed_with_a_step_in_flight(watched)
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("tokens/without-token")
+@pytest.mark.parametrize(
+    "scenario", ["crowd_async_speculative", "speculative_async_eagle", "session_async", "pooling_async"]
+)
+def test_outputs_in_flight_drafts_and_sessions_bring_their_tokens(scenario: str):
+    watched = Watched()
+    SCENARIOS[scenario](watched.attach)
+
+    assert [] == [id for id in watched.violation_ids() if id == "tokens/without-token"]
