@@ -21,6 +21,7 @@ from ..ledger.blocks.entries import (
     Uncovered,
 )
 from ..ledger.entries import Entry
+from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
     VLLM_26813,
     VLLM_33775,
@@ -208,6 +209,7 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-map",
+    stop_now=RESET_CACHE,
     on=(BlockComparison, PoolComparison),
     message="Block {block} {has} hash, but {what}: the prefix cache and the block disagree.",
     near_misses=(
@@ -250,6 +252,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-content",
+    stop_now=EVICT_BLOCKS,
     on=(CachedContent, InvalidHit),
     message="",
     references=(VLLM_26813,),
