@@ -17,6 +17,7 @@ from ..ledger.account import Account
 from ..ledger.entries import Entry
 from ..ledger.ledger import Ledger
 from ..ledger.ledger_state import Counted, Watch
+from ..text import salt_name
 from .findings import Findings, Found, KeptFinding
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
@@ -168,8 +169,12 @@ class Auditor:
             add_tokens(findings.found, row.id, int(not before))
             return None
         request, life = None, None
+        tenant = session = ""
         if account is not None:
             request = account.request_id
+            session = request if account.resumable else ""
+            if account.labels is not None:
+                tenant = account.labels.group or salt_name(account.labels)
             life = account.life.number if account.life else len(account.lives)
         violation = Violation(
             id=row.id,
@@ -185,6 +190,8 @@ class Auditor:
             repeats=0,
             last_step=entry.step,
             story=list(witness.story),
+            tenant=tenant,
+            session=session,
         )
         findings.keep(key, KeptFinding(violation, entry.step, in_window=inside, counted_before=before))
         return violation

@@ -187,6 +187,10 @@ class Violation(msgspec.Struct, frozen=True):
     repeats: int
     last_step: int
     story: list[str] = []
+    tenant: str = ""
+    """Whom the request is for: its group (KVLEDGER_GROUP), or its cache salt's keyed hash; "": not known."""
+    session: str = ""
+    """The session that the request is; "" if it is none."""
 
 
 CATALOGUE: dict[str, Invariant] = {}

@@ -213,7 +213,7 @@ def _loads(account: Account | None) -> str:
 
 
 def _promised(account: Account | None) -> int:
-    """External tokens that a connector promised in one life; 0 if several lives differ, or none was promised."""
+    """External tokens that a connector promised in one life; 0 if there are none, or lives differ."""
     promised = {life.external for life in account.lives if life.external} if account is not None else set()
     return promised.pop() if len(promised) == 1 else 0
 

@@ -132,6 +132,8 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
     when: str = ""
     stop_now: str = ""
     """What stops the harm; "" if only a figure is wrong."""
+    tenant: str = ""
+    session: str = ""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,6 +291,8 @@ def finding(violation: Violation, began_seconds: float | None) -> FindingData:
         story=violation.story,
         when="" if began_seconds is None else utc(began_seconds + violation.at / 1e6, milliseconds=True),
         stop_now=catalogue()[violation.id].stop_now,
+        tenant=violation.tenant,
+        session=violation.session,
     )
 
 
@@ -357,7 +361,8 @@ def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> s
 
 
 FINDING_COLUMNS = (
-    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
+    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message",
+    "when", "tenant", "session", "stop_now"
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_a_bare_assertion_is_printed_with_its_text_and_place():
 
 
 def test_each_run_has_a_store_of_its_own():
-    """The store of this connector is a table of the process, which a second run finds as the first left it."""
+    """The store of this connector is a table of the process: a second run finds what the first left."""
     first, second = (score("HonestConnector", MODULE, {}) for _ in range(2))
 
     assert first.rows == second.rows

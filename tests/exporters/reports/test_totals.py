@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from tests.command_line import exit_code
 from tests.histories import events
 
 from kvledger.audit.checks.findings import FINDINGS_KEPT
-from kvledger.audit.events import Event, Reported
+from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window
 from kvledger.exporters.metrics import values
 from kvledger.exporters.reports import annotations, audit_text, html_page
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit_data import findings_csv, report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.tail_lines import line
 from kvledger.exporters.reports.tail_screen import LiveTail
@@ -149,3 +150,16 @@ def test_what_stops_the_harm_follows_a_finding_about_blocks(tmp_path: Path, outp
 
     words = page if isinstance(page, str) else " ".join(printed(page).split())
     assert "What stops the harm now:" in words
+
+
+def test_a_csv_of_findings_has_the_victims_by_tenant_session_and_time(tmp_path: Path):
+    stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
+    (added,) = [event for event in stream if isinstance(event, RequestAdded)]
+    labelled = replace(added, resumable=True, labels=RequestLabels(group="acme"))
+    path = journals.write(tmp_path / "one", [labelled if each is added else each for each in stream])
+
+    rows = list(csv.DictReader(findings_csv(report(audit_paths([path]))).splitlines()))
+
+    assert {("acme", "request-0", "2023-11-14 22:13:20.000 UTC")} == {
+        (row["tenant"], row["session"], row["when"]) for row in rows
+    }
