@@ -6,6 +6,7 @@ differ, their meanings from ``audit/release_semantics.py`` are printed beside ea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def _engines(audit: Audit) -> list[str]:
 
 
 def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
-    before, after = ({row.id: row.findings for row in audit.found} for audit in (one, other))
+    before, after = (Counter({row.id: row.findings for row in audit.found}) for audit in (one, other))
     return {id: (before[id], after[id]) for id in sorted({*before, *after})}
 
 

@@ -655,7 +655,7 @@ def test_verbose_prints_more_of_the_same_answer(run: Any, violated: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "first"),
     [
-        (("audit",), "violated: 1 request, 2 violations, 1 preemption"),
+        (("audit",), "violated at level tokens: counts, progress; not examined: block contents, ownership"),
         (("why",), "200 prompt tokens: 104 hits (52.0 %)."),
         (("summary",), "1 request, 1 preemption, 0.0 s spent waiting."),
         (("show", "request-0"), "Account of request-0   vllm 0.32.0 pid 4000"),
@@ -693,7 +693,7 @@ def test_report_exits_with_the_code_of_the_audit(run: Any, violated: Path, tmp_p
     outcome = run("report", violated, "-o", tmp_path / "page.html")
 
     assert (1, "") == (outcome.code, outcome.out)
-    assert outcome.err.startswith("violated: 1 request, ")
+    assert outcome.err.startswith("violated at level tokens: counts, progress; ")
     assert outcome.err.endswith(f"Wrote {tmp_path / 'page.html'}; open it in a browser.\n")
     assert "<!doctype html>" in run("report", violated, "-o", "-").out
 
@@ -702,7 +702,7 @@ def test_tail_of_ended_engines_prints_totals_and_ends(run: Any, clean: Path) -> 
     outcome = run("tail", clean)
 
     assert (0, "") == (outcome.code, outcome.err)
-    assert outcome.out.startswith("clean: 1 request, 0 running")
+    assert outcome.out.startswith("clean at level tokens: counts, progress; ")
 
 
 @pytest.mark.parametrize("verb", ["audit", "summary", "why"])
