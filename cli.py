@@ -32,12 +32,14 @@ SHELLS = "bash|zsh|fish"
     "audit /var/lib/kvledger",
     "audit /var/lib/kvledger --since 1h --format json",
     "audit journals --format github  # in a GitHub Actions step",
-    exit_codes=f"{opt.AUDIT_CODES}.",
+    "audit journals --fail-on drift",
+    exit_codes=f"{opt.AUDIT_CODES}. With --fail-on drift, a drift is 1 too.",
 )
 def audit(
     paths: list[Path] = opt.PATHS,
     verbose: bool = opt.VERBOSE,
     format: str = choice("--format text|json|csv|github|sarif", "The output format."),
+    fail_on: str = choice("--fail-on violation|drift", "What exit code 1 stands for, beside a violation."),
     read: Reading = ALL,
 ) -> Report:
     """Check every account in the journals and print the verdict.
@@ -59,6 +61,9 @@ def audit(
         audited = audit_paths(places, observers, window=window, run=run)
         result = concluded(report(audited, costs_of(audited.engines) if tallied else None))
 
+    for note in result.notes if format == "csv" else ():  # csv has no place for them
+        typer.echo(note, err=True)
+
     def sarif(result: Any) -> str:
         return as_json(annotations.sarif(result, annotations.paths_of(audited.engines)))
 
@@ -66,7 +71,7 @@ def audit(
         result,
         partial(audit_text.render, verbose=verbose),
         findings_csv,
-        code=CODES[result.verdict],
+        code=CODES["violated" if fail_on == "drift" and result.drift else result.verdict],
         others={"github": annotations.github, "sarif": sarif},
     )
 

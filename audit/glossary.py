@@ -366,7 +366,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "verdict",
             "The result of an audit: clean, violated or unknown.",
-            "`violated: 29 requests, 7 violations, 10 preemptions`, exit code 1.",
+            "`violated at level tokens: counts, progress; not examined: block contents, ownership`, "
+            "exit code 1.",
         ),
         Term(
             "clean",

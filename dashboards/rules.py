@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..audit.checks.kinds import KINDS, Kind
+from ..audit.checks.registry import catalogue
 from .boards import put
 
 FILE = "kvledger-rules.yaml"
@@ -85,18 +87,35 @@ RECORDINGS: tuple[Recording, ...] = (
     ),
 )
 
-ALERTS: tuple[Alert, ...] = (
-    Alert(
-        "KvledgerViolation",
-        'time() - kvledger_last_violation_timestamp_seconds{severity="violation"} < 900',
+
+def _of_kind(kind: Kind) -> Alert:
+    """The alert for violations of one kind of invariants, with its words and what stops the harm."""
+    rows = [row for row in catalogue().values() if row.kind is kind and row.severity == "violation"]
+    ids = "|".join(row.id for row in rows)
+    by_stop: dict[str, list[str]] = {}
+    for row in rows:
+        by_stop.setdefault(row.stop_now, []).append(row.id)
+    stops = [f"{', '.join(named)}: {stop}" for stop, named in by_stop.items() if stop]
+    if len(by_stop) == 1:
+        stops = [stop for stop in by_stop if stop]
+    return Alert(
+        kind.alert,
+        f'time() - kvledger_last_violation_timestamp_seconds{{severity="violation", id=~"{ids}"}} < 900',
         "0m",
         "critical",
-        "{{ $labels.engine }} violated {{ $labels.id }}",
-        "The engine's accounting is wrong; with some invariants its output may be wrong too. Read "
-        "/findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints "
-        "the account. docs/detection.md lists which releases have which defect: upgrade, or turn off the "
-        "feature it names. The alert ends 15 minutes after the last finding.",
-    ),
+        f"{{{{ $labels.engine }}}} {kind.wrong}: {{{{ $labels.id }}}}",
+        " ".join([kind.means, *([f"What stops the harm now: {' '.join(stops)}"] if stops else []), _NEXT]),
+    )
+
+
+_NEXT = (
+    "Read /findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints the "
+    "account. docs/detection.md lists which releases have which defect: upgrade, or turn off the feature it "
+    "names. The alert ends 15 minutes after the last finding."
+)
+
+ALERTS: tuple[Alert, ...] = (
+    *map(_of_kind, KINDS),
     Alert(
         "KvledgerUnexplainedDrift",
         f'sum by ({ENGINE}, figure) (abs(kvledger_reconciliation_drift{{cause="unexplained"}})) > 0',

@@ -221,8 +221,8 @@ def run(name: str) -> dict[str, Any]:
         waves(llm, situation)
         faults = with_faults(audit) if name == "bf16, deep" else {}
     kept = {str(key[0]): computed[-1] for key, computed in audit.ledger.sketches.kept.items()}
-    violations = [each.id for each in audit.violations if each.severity == "violation"]
-    drifts = {each.id for each in audit.violations if each.severity == "drift"}
+    violations = [each.id for each in audit.violations]
+    drifts = {each.id for each in audit.drifts}
     return {
         "distances": [max(parts) for parts in found],
         "faults": faults,

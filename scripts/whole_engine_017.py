@@ -214,7 +214,7 @@ def main() -> None:
         print(line(request_id, figures))
     print(line("total", total(list(accounts.values()))))
     print("kvledger's findings")
-    for violation in audit.violations:
+    for violation in (*audit.violations, *audit.drifts):
         print(f"  {violation.id}: {violation.message}")
 
 

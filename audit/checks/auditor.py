@@ -17,7 +17,8 @@ from ..ledger.account import Account
 from ..ledger.entries import Entry
 from ..ledger.ledger import Ledger
 from ..ledger.ledger_state import Counted, Watch
-from .findings import Findings, KeptFinding
+from ..text import salt_name
+from .findings import Findings, Found, KeptFinding
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
 Verdict = Literal["clean", "violated", "unknown"]
@@ -59,8 +60,8 @@ class Auditor:
         """The ledger that events are posted to."""
         self.findings = Findings()
         """What was found. The caller may take it, and put other findings in its place."""
-        self.violating: set[int] = set()
-        """Numbers of the requests with a violation; the caller that takes an account removes its number."""
+        self.found_in: dict[int, set[str]] = {}
+        """What was found in each request, by number. The caller that takes an account removes its number."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
         """Whether an exception in a check is raised."""
         self._engine = engine
@@ -144,26 +145,36 @@ class Auditor:
     def _record(self, row: Invariant, entry: Entry, witness: Witness) -> Violation | None:
         """Keep or count one violation; returns it if it is a new finding."""
         account = entry.account
-        if account is not None and row.severity == "violation":
-            self.violating.add(account.request)
+        before = False
+        if account is not None:
+            ids = self.found_in.setdefault(account.request, set())
+            before = row.id in ids
+            ids.add(row.id)
         if self._on_violation is not None:
             self._on_violation(row.id, entry.at, account)
         number = getattr(entry.subject, "number", None) if account is None else account.request
         key = (row.id, None if row.once else number)
         inside = self._is_in_window is None or self._is_in_window(entry.at)
         findings = self.findings
+        if row.tokens:
+            add_tokens(findings.tokens, row.id, row.tokens_of(witness.figures))
         earlier = findings.kept.get(key)
         of_engine = row.once or account is None
         if earlier is not None and (earlier.in_window or not inside or not of_engine):
             earlier.repeats += 1
             earlier.last_step = entry.step
             return None
+        before = before and not row.once
         if earlier is None and findings.is_full(row.id):
-            add_tokens(findings.not_kept, row.id, 1)
+            add_tokens(findings.found, row.id, int(not before))
             return None
         request, life = None, None
+        tenant = session = ""
         if account is not None:
             request = account.request_id
+            session = request if account.resumable else ""
+            if account.labels is not None:
+                tenant = account.labels.group or salt_name(account.labels)
             life = account.life.number if account.life else len(account.lives)
         violation = Violation(
             id=row.id,
@@ -179,14 +190,26 @@ class Auditor:
             repeats=0,
             last_step=entry.step,
             story=list(witness.story),
+            tenant=tenant,
+            session=session,
         )
-        findings.keep(key, KeptFinding(violation, entry.step, in_window=inside))
+        findings.keep(key, KeptFinding(violation, entry.step, in_window=inside, counted_before=before))
         return violation
 
     @property
     def violations(self) -> list[Violation]:
         """All kept findings, drifts included, in the order they were first found."""
         return [finding.counted for finding in self.findings.kept.values()]
+
+    @property
+    def totals(self) -> list[Found]:
+        """How many findings each invariant has, kept or not."""
+        return self.findings.totals()
+
+    def is_violated_by(self, request: int) -> bool:
+        """Whether the request with this number, which nobody has taken, has a violation (not a drift)."""
+        known = catalogue()
+        return any(known[id].severity == "violation" for id in self.found_in.get(request, ()))
 
     @property
     def doubts(self) -> list[str]:

@@ -22,6 +22,7 @@ from ..ledger.blocks.entries import (
 )
 from ..ledger.blocks.provenance import FAILED, PENDING, SEQUENCE, TAINTED, UNFILLED
 from ..ledger.entries import Entry
+from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
     VLLM_26813,
     VLLM_33775,
@@ -211,6 +212,7 @@ def free_iff_unreferenced(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-map",
+    stop_now=RESET_CACHE,
     on=(BlockComparison, PoolComparison),
     message="Block {block} {has} hash, but {what}: the prefix cache and the block disagree.",
     near_misses=(
@@ -253,6 +255,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/read-invalid",
+    stop_now=EVICT_BLOCKS,
     on=(ReadInvalid,),
     message="In step {step}, request {request} reads {tokens} tokens without valid KV, from position {start} "
     "up, in block {block}{more}: {because}.",
@@ -297,6 +300,7 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/hash-content",
+    stop_now=EVICT_BLOCKS,
     on=(CachedContent,),
     message="",
     references=(VLLM_26813,),

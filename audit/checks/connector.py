@@ -8,6 +8,7 @@ from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
 from ..ledger.entries import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
 from ..ledger.load_postings import OVERDUE_SECONDS
+from .kinds import NOTHING, RESET_CACHE
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,
@@ -43,6 +44,7 @@ _NOT_LOADED = (
 
 @invariant(
     "connector/promise-not-loaded",
+    stop_now=RESET_CACHE,
     on=(ExternalTokensLost,),
     message=_NOT_LOADED + ".",
     references=(LMCACHE_1969, LMCACHE_1361, LMCACHE_2007),
@@ -114,6 +116,7 @@ def load_unpromised(entry: Entry) -> Iterator[Witness]:
     "connector/failed-load-counted",
     on=(Reported,),
     severity="drift",
+    tokens="failed_tokens",
     message="The engine reported {external_tokens} external tokens for request {request}, but "
     "{failed_tokens} of the {promised_tokens} promised failed to load.",
     references=(VLLM_37460, VLLM_30522, VLLM_36638, VLLM_49250),
@@ -145,6 +148,7 @@ def failed_load_counted(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "connector/negative-match",
+    stop_now=NOTHING,
     on=(Matched, Admitted),
     message="The connector answered that it has {external_tokens} tokens for request {request} beyond the "
     "{local_tokens} tokens of the local hit; this number can't be negative.",
@@ -168,6 +172,7 @@ def negative_match(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "connector/tracker-lag",
+    stop_now=NOTHING,
     on=(Tracked,),
     message="The connector knows {tracked_tokens} of the {computed_tokens} tokens that request {request} has "
     "computed. It is {lag_tokens} tokens behind, and at most {recent_tokens} are in flight.",
@@ -198,6 +203,7 @@ def tracker_lag(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "connector/save-gap",
+    stop_now=NOTHING,
     on=(Tracked, Unsaved),
     message="The connector has saved {saved_tokens} tokens of request {request}, but by its own rules it "
     "should have saved {due_tokens}.",
@@ -280,6 +286,7 @@ def handed_over(entry: Entry) -> Iterator[Witness]:
     "connector/handed-unloaded",
     on=(Handover,),
     severity="drift",
+    tokens="tokens",
     message="Request {ended} ended before its load had finished: the connector was told {computed_tokens} "
     "computed tokens and handed {blocks} blocks, but {tokens} of these tokens were not loaded.",
     near_misses=(

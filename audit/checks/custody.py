@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..ledger.blocks.records import hash_text
 from ..ledger.entries import ContentStored, ContentTransfer, Entry
+from .kinds import CLEAR_STORE
 from .registry import (
     LMCACHE_4247,
     LMCACHE_4463,
@@ -30,6 +31,7 @@ _HOW = {
 
 @invariant(
     "content/transfer",
+    stop_now=CLEAR_STORE,
     on=(ContentTransfer,),
     message="In step {step}, a load filled block {block} for request {reader} with KV that was not stored "
     "under its hash: {what}. The block that was stored in step {stored_step} held KV of request {writer}."
@@ -115,6 +117,7 @@ def _where(subject: ContentTransfer) -> str:
 
 @invariant(
     "content/stored",
+    stop_now=CLEAR_STORE,
     on=(ContentStored,),
     message="The connector stored block {block} in step {step}, whose KV is not what was sealed after step "
     "{sealed_step}{writer_phrase}.",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ..ledger.blocks.entries import ForeignHit, ForeignLoad
 from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
 from ..ledger.entries import Entry
+from .kinds import RESET_CACHE
 from .registry import (
     LMCACHE_2880,
     LMCACHE_2961,
@@ -32,6 +33,7 @@ _OTHER = {
 
 @invariant(
     "blocks/isolation",
+    stop_now=RESET_CACHE,
     on=(ForeignHit, ForeignLoad),
     message="Request {read_by} hit cached block {block}, which request {written_by} wrote with {other}. The "
     "two requests must not share KV.",

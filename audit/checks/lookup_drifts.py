@@ -29,6 +29,7 @@ def _lookups(entry: Entry, why: str) -> Iterator[Witness]:
 @drift(
     "lookup-never-ran",
     on=(MiscountedLookups,),
+    tokens="query_tokens",
     message="The engine counted a lookup of the {source} cache for request {request} ({query_tokens} tokens "
     "queried, {hit_tokens} hit), but the admission never ran.",
     near_misses=("a request that ends before it is admitted", "an asynchronous load that arrives"),
@@ -45,6 +46,7 @@ def lookup_never_ran(entry: Entry) -> Iterator[Witness]:
 @drift(
     "lookup-load-failed",
     on=(MiscountedLookups,),
+    tokens="hit_tokens",
     message="The engine counted {hit_tokens} tokens of request {request} as hits of the external cache, "
     "which failed to load.",
     references=(VLLM_30522, VLLM_37460),
@@ -62,6 +64,7 @@ def lookup_load_failed(entry: Entry) -> Iterator[Witness]:
 @drift(
     "lookup-resumed-missing",
     on=(MiscountedLookups,),
+    tokens="query_tokens",
     message="Request {request} was looked up in the {source} cache again after a preemption ({query_tokens} "
     "tokens queried, {hit_tokens} hit). The engine counts this apart and exports it in no counter.",
     near_misses=("the first admission of a request", "a new admission after a load that failed completely"),
@@ -78,6 +81,7 @@ def lookup_resumed_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "lookup-exempt-counted",
     on=(MiscountedLookups,),
+    tokens="query_tokens",
     message="The engine counted {requests} lookups of the external cache ({query_tokens} tokens queried, "
     "{hit_tokens} hit) for requests that may not read a cache, and none of the local cache.",
     near_misses=("an engine without a prefix cache of its own", "a request that may read both caches"),
@@ -93,6 +97,7 @@ def lookup_exempt_counted(entry: Entry) -> Iterator[Witness]:
 @drift(
     "lookup-attempt-counted",
     on=(MiscountedLookups,),
+    tokens="query_tokens",
     message="The engine counted {requests} lookups of the local cache ({query_tokens} tokens queried, "
     "{hit_tokens} hit) that led to no admission.",
     near_misses=("a failed attempt on vLLM 0.27 and later, which counts admissions",),
@@ -112,6 +117,7 @@ def lookup_attempt_counted(entry: Entry) -> Iterator[Witness]:
 @drift(
     "drafts-past-stop",
     on=(CountedDrafts,),
+    tokens="cut_tokens",
     message="The engine counted {accepted_tokens} draft tokens as accepted in one output, of which a stop "
     "before them cut off {cut_tokens}.",
     near_misses=("a stop at the last accepted draft token", "an abort while drafts are in flight"),
@@ -131,6 +137,7 @@ def drafts_past_stop(entry: Entry) -> Iterator[Witness]:
 @drift(
     "padding-as-drafts",
     on=(CountedDrafts,),
+    tokens="padding_tokens",
     message="The engine counted {draft_tokens} draft tokens in one output, of which {padding_tokens} were "
     "padding: they belong to requests in their first step, before any could be proposed.",
     near_misses=(
@@ -153,6 +160,7 @@ def padding_as_drafts(entry: Entry) -> Iterator[Witness]:
 @drift(
     "samples-counted-each",
     on=(SiblingAdded,),
+    tokens="prompt_tokens",
     message="Request {request} is one of several samples of the client's request {client_request}. The "
     "engine counts the prompt once for each sample; usage has it once, with the cached tokens of one sample.",
     near_misses=("requests with equal prompts", "ids that clients chose alike"),
@@ -165,4 +173,5 @@ def samples_counted_each(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, SiblingAdded)
-    yield Witness(client_request=subject.client_request)
+    prompt_tokens = entry.account.prompt_tokens if entry.account is not None else 0
+    yield Witness(client_request=subject.client_request, prompt_tokens=prompt_tokens)

@@ -38,6 +38,7 @@ def _account(entry: Entry) -> Account:
 @drift(
     "prompt-missing",
     on=(PromptUnreported,),
+    tokens="tokens",
     message="Request {request} ended before its first output. The {tokens} prompt tokens that it had "
     "computed or hit are in no figure of the engine.",
     references=(VLLM_36812,),
@@ -58,6 +59,7 @@ def prompt_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "session-chunk-missing",
     on=(PromptUnreported,),
+    tokens="tokens",
     message="The engine reported nothing of the {tokens} tokens of a later chunk of session {request}.",
     near_misses=("the first chunk of a session", "a later chunk with a report of its own"),
 )
@@ -75,6 +77,7 @@ def session_chunk_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "session-chunk-whole",
     on=(Reported,),
+    tokens="reported_tokens - chunk_tokens",
     message="The engine reported {reported_tokens} prompt tokens for a later chunk of session {request}, "
     "which has {chunk_tokens}: the chunks before it are counted again.",
     near_misses=("a later chunk that is reported alone", "the first chunk of a session"),
@@ -123,6 +126,7 @@ _EXECUTED = (
 @drift(
     "full-hit-token-missing",
     on=(Reported,),
+    tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: the last token of a full hit was computed again.",
     near_misses=("a hit of all tokens but one", "a full hit on vLLM up to 0.19, which adds the token"),
 )
@@ -137,6 +141,7 @@ def full_hit_token_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "replay-missing",
     on=(Reported,),
+    tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: a window of {tokens} tokens at the end of the hit was replayed.",
     near_misses=("a hit no longer than the window, which is dropped", "a load that brings the window's KV"),
 )
@@ -151,6 +156,7 @@ def replay_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "recomputed-prompt-missing",
     on=(Reported,),
+    tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: {tokens} tokens were computed again after their KV was lost.",
     references=(VLLM_36752,),
     near_misses=("a preemption after the first output", "a resumed request that hits what it had computed"),
@@ -181,6 +187,7 @@ def _two_splits(entry: Entry) -> tuple[tuple[int, int, int], Settlement] | None:
 @drift(
     "later-source-missing",
     on=(Reported, Settlement),
+    tokens="moved_tokens",
     message="The engine reported {local_tokens} local, {external_tokens} external and {computed_tokens} "
     "computed tokens for request {request}, of one of its admissions. Over all of them its prompt had "
     "{settled_local} local, {settled_external} external and {settled_computed} computed tokens.",
@@ -211,12 +218,19 @@ def later_source_missing(entry: Entry) -> Iterator[Witness]:
         settled_local=settled.local,
         settled_external=settled.external,
         settled_computed=settled.computed,
+        moved_tokens=_moved(reported, (settled.local, settled.external, settled.computed)),
     )
+
+
+def _moved(reported: tuple[int, ...], settled: tuple[int, ...]) -> int:
+    """How many tokens are reported under another source than their own; both splits have the same sum."""
+    return sum(max(0, theirs - own) for theirs, own in zip(reported, settled, strict=True))
 
 
 @drift(
     "failed-hit-reported",
     on=(Reported, Settlement),
+    tokens="failed_tokens",
     message="The engine reported {local_tokens} local tokens for request {request}, but a failed load made "
     "{failed_tokens} of them invalid, and they were computed.",
     references=(VLLM_30522, VLLM_49250),
@@ -239,6 +253,7 @@ def failed_hit_reported(entry: Entry) -> Iterator[Witness]:
 @drift(
     "transfer-as-cached",
     on=(Reported,),
+    tokens="external_tokens",
     message="The engine reported {external_tokens} tokens of request {request} as cached, which a prefill "
     "engine computed for it and handed over.",
     references=(VLLM_46898, VLLM_47136),
@@ -261,6 +276,7 @@ def transfer_as_cached(entry: Entry) -> Iterator[Witness]:
 @drift(
     "cache-write-overstated",
     on=(Reported,),
+    tokens="written_tokens - computed_tokens",
     message="The engine claims that request {request} computed {written_tokens} prompt tokens and wrote them "
     "to the prefix cache, but only {computed_tokens} were computed.",
     near_misses=("the last part of a prompt, less than a block, which is not cached",),
@@ -283,6 +299,7 @@ def cache_write_overstated(entry: Entry) -> Iterator[Witness]:
 @drift(
     "chunks-in-one-step",
     on=(Reported,),
+    tokens="computed_tokens",
     message="The engine reported the {computed_tokens} computed prompt tokens of request {request} in one "
     "step, but executed them in {steps} steps.",
     near_misses=("a prompt that is computed in one step",),

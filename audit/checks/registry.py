@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..ledger.entries import Entry
+from .kinds import FAMILIES, Kind
 
 Severity = Literal["violation", "drift"]
 """``violation``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads, or two
@@ -126,7 +127,9 @@ class Invariant(msgspec.Struct, frozen=True):
     ``on``: the types of subjects that it checks. ``message``: the sentence of a violation, with figures in
     braces. ``near_misses``: what looks like a violation and is not. ``must_hold`` and ``violated_when`` are
     the two parts of its definition. ``once``: it is found once an engine, and the first request stands for
-    all; a rule by which the engine counts every such request needs no finding for each.
+    all; a rule by which the engine counts every such request needs no finding for each. ``tokens``: the
+    figures of a drift's witness that say how many tokens it is about, as ``written - computed``; "" if it is
+    about none. ``stop_now``: what stops the harm; "" if only a figure is wrong.
     """
 
     id: str
@@ -139,11 +142,23 @@ class Invariant(msgspec.Struct, frozen=True):
     violated_when: str
     check: Check
     once: bool = False
+    tokens: str = ""
+    stop_now: str = ""
 
     @property
     def family(self) -> str:
         """The part of the id before the slash."""
         return self.id.partition("/")[0]
+
+    @property
+    def kind(self) -> Kind:
+        """What it examines, and what a violation of it means."""
+        return FAMILIES[self.family]
+
+    def tokens_of(self, figures: Mapping[str, Figure]) -> int:
+        """How many tokens one finding of this drift is about; 0 if it is about none."""
+        first, *less = (figures[name] for name in self.tokens.split(" - ")) if self.tokens else (0,)
+        return int(first) - sum(map(int, less))  # type: ignore[arg-type]
 
     def render(self, witness: Witness, request: str | None) -> str:
         """The witness as one sentence."""
@@ -172,10 +187,11 @@ class Violation(msgspec.Struct, frozen=True):
     repeats: int
     last_step: int
     story: list[str] = []
+    tenant: str = ""
+    """Whom the request is for: its group (KVLEDGER_GROUP), or its cache salt's keyed hash; "": not known."""
+    session: str = ""
+    """The session that the request is; "" if it is none."""
 
-
-FAMILIES = ("tokens", "requests", "blocks", "connector", "metrics", "content", "events")
-"""The families of invariants, in the order of the page."""
 
 CATALOGUE: dict[str, Invariant] = {}
 """Every invariant by its id, in the order of definition; see :func:`catalogue`."""
@@ -190,13 +206,20 @@ def invariant(
     references: tuple[Reference, ...] = (),
     near_misses: tuple[str, ...] = (),
     once: bool = False,
+    tokens: str = "",
+    stop_now: str | None = None,
 ) -> Callable[[Check], Check]:
-    """Register a check. It is called with the entries whose subject has one of the types ``on``."""
+    """Register a check. It is called with the entries whose subject has one of the types ``on``.
+
+    ``stop_now``: what stops the harm of a violation; by default that of its kind, and nothing for a drift.
+    """
 
     def register(check: Check) -> Check:
         assert id not in CATALOGUE, f"two invariants are called {id}"
         must_hold, _, rest = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
-        assert id.partition("/")[0] in FAMILIES, f"{id} has no known family"
+        family = id.partition("/")[0]
+        assert family in FAMILIES, f"{id} has no known family"
+        stop = FAMILIES[family].stop_now if severity == "violation" else ""
         CATALOGUE[id] = Invariant(
             id=id,
             severity=severity,
@@ -208,6 +231,8 @@ def invariant(
             violated_when=rest.strip(),
             check=check,
             once=once,
+            tokens=tokens,
+            stop_now=stop if stop_now is None else stop_now,
         )
         return check
 
@@ -220,6 +245,7 @@ def drift(
     on: tuple[type, ...],
     message: str,
     near_misses: tuple[str, ...],
+    tokens: str,
     references: tuple[Reference, ...] = (),
 ) -> Callable[[Check], Check]:
     """Register a drift of the family ``metrics``, which is found once an engine."""
@@ -231,6 +257,7 @@ def drift(
         references=references,
         near_misses=near_misses,
         once=True,
+        tokens=tokens,
     )
 
 
@@ -260,6 +287,8 @@ def explain(id: str) -> str:
     if row.near_misses:
         parts.append("What looks like a violation and is not:")
         parts[-1] += "".join(f"\n{_bullet(miss)}" for miss in row.near_misses)
+    if row.stop_now:
+        parts.append(textwrap.fill(f"What stops the harm now: {row.stop_now}", 80))
     if row.references:
         parts.append("Seen in:")
         parts[-1] += "".join(f"\n  {name}  {url}" for name, url in row.references)
@@ -298,6 +327,8 @@ def markdown() -> str:
         if row.near_misses:
             lines += ["", "What looks like a violation and is not:", ""]
             lines += [f"- {miss}" for miss in row.near_misses]
+        if row.stop_now:
+            lines += ["", f"What stops the harm now: {row.stop_now}"]
         if row.references:
             named = ", ".join(f"[{name}]({url})" for name, url in row.references)
             lines += ["", f"Seen in {named}."]
@@ -305,7 +336,7 @@ def markdown() -> str:
 
 
 def _family(row: Invariant) -> int:
-    return FAMILIES.index(row.family)
+    return list(FAMILIES).index(row.family)
 
 
 def _flowed(text: str) -> str:

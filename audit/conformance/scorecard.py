@@ -7,13 +7,15 @@ where every request must run over the KV of its own tokens.
 
 A connector can't be forced into a situation. One that did not come about is reported as such and not
 judged. A situation that ends with an exception, of the scheduler or of the connector, broke.
+
+Where a connector fails, the connector that it inherits from is driven through the same situation. What goes
+wrong there too is known, and not held against the connector.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
+import re
 import sys
 import tempfile
 import traceback
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import msgspec
 
@@ -28,28 +31,14 @@ from .. import events as ev
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..errors import LedgerError
+from ..ledger.account import Account
+from .connector_classes import FOLDER, Connector, find_connector
 from .observed_engines import ObservedEngines
 from .situations import SITUATIONS, Situation
 
-Outcome = Literal["clean", "violated", "unknown", "not reached", "broke"]
-FOLDER = "{folder}"
+Outcome = Literal["clean", "violated", "unknown", "not reached", "broke", "inherited"]
 PACKAGES = ("lmcache", "nixl")
 """Packages whose versions a card names beside vLLM's, where they are loaded."""
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "ExampleConnector": {"shared_storage_path": FOLDER},
-    "MultiConnector": {
-        "connectors": [
-            {
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": f"{FOLDER}/{place}"},
-            }
-            for place in ("first", "second")
-        ]
-    },
-}
-"""How known connectors are configured. :data:`FOLDER` stands for an empty folder per situation."""
-
 DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
 """Known connectors that read KV from another engine and have no store."""
 
@@ -63,7 +52,7 @@ class SituationResult(msgspec.Struct, frozen=True):
 
     ``external_tokens`` is what the ledger counts as loaded from the store, ``served_tokens`` what the cache
     really held when a request began to run over it. ``problems`` has one sentence for each thing that
-    went wrong.
+    went wrong. The outcome ``inherited`` means that all of it goes wrong in the connector's base class too.
     """
 
     situation: str
@@ -112,25 +101,48 @@ def score(
     :class:`LedgerError` for a connector that can't be started here.
     """
     paired = connector in DISAGGREGATED if disaggregated is None else disaggregated
-    name = _importable(module) if module else None
-    configured = OPTIONS.get(connector, {}) if options is None else options
     results: list[SituationResult] = []
     metadata = "opaque"
     with _stdout_to_stderr():
-        _try_to_start(connector, name, configured, paired)
+        driven = find_connector(connector, module, options)
+        _try_to_start(driven, paired)
+        base = driven.base
         for situation in SITUATIONS:
             for asynchronous in (False, True):
-                with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
-                    setup = {
-                        "connector": connector,
-                        "connector_module": name,
-                        "connector_options": tuple(_with_folder(configured, folder).items()),
-                        "asynchronous": asynchronous,
-                    }
-                    result, metadata = _drive(situation, setup, folder, paired)
+                result, metadata = _in_own_store(situation, driven, asynchronous, paired)
+                if result.outcome in ("broke", "violated") and base is not None:
+                    of_base, _ = _in_own_store(situation, base, asynchronous, paired)
+                    result = _without_inherited(result, of_base, base.name)
                 results.append(result)
                 on_result(result)
     return ScoreCard(connector, _versions(), metadata, results, paired)
+
+
+def _in_own_store(
+    situation: Situation, connector: Connector, asynchronous: bool, paired: bool
+) -> tuple[SituationResult, str]:
+    """Drive a situation with an empty store: in a folder of its own, and with tokens of this run alone."""
+    with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
+        setup = {**connector.setup(folder), "asynchronous": asynchronous}
+        return _drive(situation, setup, folder, paired)
+
+
+def _without_inherited(result: SituationResult, of_base: SituationResult, base: str) -> SituationResult:
+    """The result, with what goes wrong in the base class too marked as known."""
+    known = {_UNLIKE.sub("*", problem) for problem in of_base.problems}
+    inherited = [_UNLIKE.sub("*", problem) in known for problem in result.problems]
+    return msgspec.structs.replace(
+        result,
+        outcome="inherited" if all(inherited) else result.outcome,
+        problems=[
+            f"known, inherited from {base}: {problem}" if like else problem
+            for problem, like in zip(result.problems, inherited, strict=True)
+        ],
+    )
+
+
+_UNLIKE = re.compile(r"[0-9a-f]{16,}")
+"""Hashes of tokens, which differ from run to run."""
 
 
 def _versions() -> str:
@@ -150,7 +162,7 @@ def _drive(
 ) -> tuple[SituationResult, str]:
     """The result of one situation, and whether the connector's metadata was read."""
     scheduler = "async" if setup["asynchronous"] else "sync"
-    engines, raised = ObservedEngines(f"{situation.title} {scheduler}", paired), ""
+    engines, raised = ObservedEngines(f"{situation.title} {scheduler} {uuid4()}", paired), ""
     try:
         try:
             situation.drive(engines, setup)
@@ -162,17 +174,24 @@ def _drive(
     problems: list[str] = []
     doubts: list[str] = []
     external, metadata = 0, "opaque"
-    for sink, _ in engines.observed:
+    for (sink, _), driver in zip(engines.observed, engines.drivers, strict=True):
         auditor = Auditor(keep_closed=True)
         of_engine = sink.take()
         auditor.feed_all(of_engine)
         events += of_engine
-        problems += [f"{v.id}: {v.message}" for v in auditor.violations if _counts(v, situation)]
+        accounts = {account.request_id: account for account in auditor.ledger.accounts()}
+        problems += [
+            f"{v.id}: {v.message}{_loads(accounts.get(v.request or ''))}"
+            for v in auditor.violations
+            if _counts(v, situation)
+        ]
+        problems += [
+            wrong.sentence(_promised(accounts.get(wrong.request_id))) for wrong in driver.worker.wrong_kv
+        ]
         doubts += auditor.doubts
         external += auditor.ledger.totals().loaded
         if auditor.ledger.engine:
             metadata = str(auditor.ledger.engine.configuration.get("plan"))
-    problems += [wrong.sentence for driver in engines.drivers for wrong in driver.worker.wrong_kv]
     outcome: Outcome = "clean" if situation.reached(events) else "not reached"
     if raised or problems or doubts:
         outcome = "broke" if raised else "violated" if problems else "unknown"
@@ -186,12 +205,29 @@ def _drive(
     ), metadata
 
 
+def _loads(account: Account | None) -> str:
+    """The figures behind a finding: what the connector promised for the request, and what was loaded."""
+    if account is None or not account.promised:
+        return ""
+    return f" Promised {account.promised:,}, loaded {account.loaded:,}."
+
+
+def _promised(account: Account | None) -> int:
+    """External tokens that a connector promised in one life; 0 if there are none, or lives differ."""
+    promised = {life.external for life in account.lives if life.external} if account is not None else set()
+    return promised.pop() if len(promised) == 1 else 0
+
+
 def _describe(error: Exception) -> str:
-    """The kind of an exception, the function that raised it, and its message."""
+    """The kind of an exception, where it was raised, and its message; of a bare assertion its text."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    message = " ".join(str(error).split())[:300]
-    place = f"in {last.name} of {'/'.join(Path(last.filename).parts[-2:])}"
+    message = " ".join(str(error).split())[:MESSAGE_CHARACTERS] or last.line or ""
+    place = f"in {last.name} at {'/'.join(Path(last.filename).parts[-2:])}:{last.lineno}"
     return f"{type(error).__name__} {place}{f': {message}' if message else ''}"
+
+
+MESSAGE_CHARACTERS = 300
+"""Most characters of an exception's message."""
 
 
 def _counts(violation: Violation, situation: Situation) -> bool:
@@ -201,42 +237,17 @@ def _counts(violation: Violation, situation: Situation) -> bool:
     return violation.severity == "violation" and not from_vllm
 
 
-def _importable(module: Path) -> str:
-    """Put a file's folder on the import path; returns the name to import the file by."""
-    if not module.is_file():
-        raise LedgerError(f"there is no file {module}")
-    sys.path.insert(0, str(module.resolve().parent))
-    return module.stem
-
-
-def _try_to_start(connector: str, module: str | None, options: Mapping[str, Any], paired: bool) -> None:
+def _try_to_start(connector: Connector, paired: bool) -> None:
     """Start an engine with the connector, or raise :class:`LedgerError` with the reason it can't be."""
-    importlib.import_module("vllm")  # without it, the command line says what to install
     try:
-        package = "vllm.distributed.kv_transfer.kv_connector.factory"
-        factory = importlib.import_module(package).KVConnectorFactory
-        if module is not None:
-            getattr(importlib.import_module(module), connector)
-        elif connector not in factory._registry:
-            names = ", ".join(sorted(factory._registry))
-            raise LedgerError(f"vLLM registers no connector {connector!r}; it has {names}")
         with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
-            configured = tuple(_with_folder(options, folder).items())
             engines = ObservedEngines(disaggregated=paired)
             try:
-                engines.start(connector=connector, connector_module=module, connector_options=configured)
+                engines.start(**connector.setup(folder))
             finally:
                 engines.stop()
-    except LedgerError:
-        raise
     except Exception as error:  # a missing device, server or setting
-        raise LedgerError(f"the connector {connector} can't be started here: {error}") from error
-
-
-def _with_folder(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """The options, with a real folder in place of :data:`FOLDER`."""
-    options_here: dict[str, Any] = json.loads(json.dumps(dict(options)).replace(FOLDER, folder))
-    return options_here
+        raise LedgerError(f"the connector {connector.name} can't be started here: {error}") from error
 
 
 @contextlib.contextmanager

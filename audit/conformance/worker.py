@@ -39,12 +39,13 @@ class WrongKV:
     part: str = ""
     """What is wrong with it, if not all of it is."""
 
-    @property
-    def sentence(self) -> str:
-        """The sentence on the score card."""
+    def sentence(self, promised: int) -> str:
+        """The sentence on the score card; ``promised``: external tokens of the request, 0 if not known."""
+        loaded = promised - self.tokens
+        figures = f"promised {promised:,}, loaded {loaded:,}; " if promised and loaded >= 0 else ""
         return (
-            f"Request {self.request_id} ran over {self.tokens} tokens of KV that is not its own, from "
-            f"position {self.position} up{f': {self.part}' if self.part else ''}."
+            f"Request {self.request_id}: {figures}it ran over {self.tokens} tokens of KV that is not its "
+            f"own, from position {self.position} up{f': {self.part}' if self.part else ''}."
         )
 
 

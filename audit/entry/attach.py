@@ -20,7 +20,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..checks.auditor import Auditor
-from ..checks.registry import Violation
+from ..checks.coverage import Coverage, count_words, coverage, verdict_words
+from ..checks.findings import Found
+from ..checks.registry import Severity, Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version
 from ..engines.content.attached import worker_of
@@ -76,9 +78,33 @@ class LiveAudit:
 
     @property
     def violations(self) -> list[Violation]:
-        """Every finding so far, drift included, in the order of its first occurrence."""
+        """What the engine did wrong so far, without drifts, in the order of its first occurrence."""
+        return self._listed("violation")
+
+    @property
+    def drifts(self) -> list[Violation]:
+        """Figures that the engine counts by a deliberate but misleading rule; the verdict stays clean."""
+        return self._listed("drift")
+
+    def _listed(self, severity: Severity) -> list[Violation]:
         self._catch_up()
-        return self._auditor.violations
+        return [finding for finding in self._auditor.violations if finding.severity == severity]
+
+    @property
+    def found(self) -> list[Found]:
+        """How many findings each invariant has; exact also where the two lists are cut."""
+        self._catch_up()
+        return self._auditor.totals
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was examined so far, and what was not."""
+        ledger = self.ledger
+        return coverage(ledger.engine, ledger.contents.excluded)
+
+    def __repr__(self) -> str:
+        """The verdict, what it covers, and the number of findings."""
+        return f"{verdict_words(self.verdict, self.coverage)}. {count_words(self.found)}"
 
     @property
     def ledger(self) -> Ledger:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks.auditor import Auditor
-from ..checks.registry import Violation
+from ..checks.coverage import coverage
+from ..checks.findings import Found
+from ..checks.registry import Severity, Violation
 from ..events import HookFailed
 from ..figures.totals import Totals
 from ..journal.memory_recorder import MemoryRecorder
@@ -46,6 +48,17 @@ class AuditedInstance:
         broken += [f"the hook on {each.hook} failed: {each.error}" for each in self._failed_hooks]
         return self.auditor.violations, broken
 
+    @property
+    def examined(self) -> str:
+        """What was examined of it, in words."""
+        ledger = self.auditor.ledger
+        return coverage(ledger.engine, ledger.contents.excluded).words
+
+    @property
+    def not_listed(self) -> list[Found]:
+        """The invariants with more findings than :meth:`end` returns."""
+        return [row for row in self.auditor.totals if row.is_cut]
+
     def _feed(self) -> None:
         events = self._sink.take()
         self.auditor.feed_all(events)
@@ -72,8 +85,17 @@ class TestAudits:
 
     @property
     def violations(self) -> list[Violation]:
-        """Every finding so far, drift included, engine by engine."""
-        return [violation for auditor in self._auditors() for violation in auditor.violations]
+        """What the engines did wrong so far, without drifts, engine by engine."""
+        return self._listed("violation")
+
+    @property
+    def drifts(self) -> list[Violation]:
+        """Figures that the engines count by a deliberate but misleading rule."""
+        return self._listed("drift")
+
+    def _listed(self, severity: Severity) -> list[Violation]:
+        findings = [finding for auditor in self._auditors() for finding in auditor.violations]
+        return [finding for finding in findings if finding.severity == severity]
 
     @property
     def totals(self) -> Totals:

@@ -18,6 +18,7 @@ from unittest.mock import NonCallableMock
 
 import pytest
 
+from ..checks.findings import Found
 from ..checks.registry import Violation
 from ..engines import blocks_out_of_reach, choose, host_version
 from ..engines.pool.manager_observer import ManagerObserver
@@ -29,9 +30,11 @@ from .pytest_settings import (
     ALLOWED,
     DRIFT,
     ENGINES,
+    EXAMINED,
     FIXTURE,
     HOW_TO_ALLOW,
     LEFT_ALONE,
+    NOT_LISTED,
     UNOBSERVED,
     VIOLATION,
     Wanted,
@@ -199,14 +202,19 @@ class LedgerPlugin:
         for instance in audited:
             violations, failures = instance.end()
             lines += [f"kvledger: {phrase}" for phrase in failures]
+            properties.append((EXAMINED, instance.examined))
             for violation in violations:
                 kind = self._kind(violation)
                 properties.append((kind, f"{violation.id}: {violation.message}"))
                 if kind == VIOLATION:
                     lines += [f"{violation.id}: {violation.message}", *violation.story]
+            for row in instance.not_listed:
+                kind = self._kind(row)
+                properties.append((NOT_LISTED, f"{kind} {row.id} {row.findings - row.listed}"))
+                lines += [f"{row.id}: {row.shown}"] if kind == VIOLATION else []
         return "\n".join(lines)
 
-    def _kind(self, violation: Violation) -> str:
+    def _kind(self, violation: Violation | Found) -> str:
         if violation.severity != "violation":
             return DRIFT
         return ALLOWED if violation.id in self._wanted.allowed else VIOLATION

@@ -24,9 +24,11 @@ from .pytest_settings import (
     ALLOWED,
     DRIFT,
     ENGINES,
+    EXAMINED,
     LEFT_ALONE,
     LEVELS,
     NAME,
+    NOT_LISTED,
     VIOLATION,
     run_level,
     unknown_level,
@@ -118,6 +120,8 @@ class Summary:
         """Observed engines and managers, by level."""
         self._left_alone: Counter[str] = Counter()
         """Engines that could not be observed, by the reason."""
+        self._examined: Counter[str] = Counter()
+        """Engines, by what was examined of them."""
         self._findings: dict[str, Counter[str]] = {VIOLATION: Counter(), DRIFT: Counter(), ALLOWED: Counter()}
         """Findings of each kind, by invariant."""
 
@@ -131,6 +135,11 @@ class Summary:
                 self._engines[level] += int(engines)
             elif name == LEFT_ALONE:
                 self._left_alone[str(value)] += 1
+            elif name == EXAMINED:
+                self._examined[str(value)] += 1
+            elif name == NOT_LISTED:
+                kind, id, number = str(value).split()
+                self._findings[kind][id] += int(number)
             elif name in self._findings:
                 self._findings[name][str(value).partition(":")[0]] += 1
 
@@ -145,6 +154,8 @@ class Summary:
                 f"kvledger: {self._engines[level]} engines observed at level {level}, "
                 f"{sum(self._left_alone.values())} left alone, {violations} violations"
             )
+        for words, engines in self._examined.items():
+            terminalreporter.write_line(f"kvledger: {engines} examined {words}".rstrip())
         for reason, engines in self._left_alone.items():
             terminalreporter.write_line(f"kvledger: {engines} left alone: {reason}")
         for line in self._lines():

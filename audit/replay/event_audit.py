@@ -130,7 +130,7 @@ class EventAudit(Observed):
         closed, journal = self.auditor.ledger.closed, self.journal
         for account in closed.values():
             verdict = self._verdict_of(account)
-            self.auditor.violating.discard(account.request)
+            self.auditor.found_in.pop(account.request, None)
             if self.window.bounded:
                 inside = self._counts(account)
                 if account.request_id in journal.window.requests:
@@ -147,7 +147,7 @@ class EventAudit(Observed):
         closed.clear()
 
     def _verdict_of(self, account: Account) -> Verdict:
-        if account.request in self.auditor.violating:
+        if self.auditor.is_violated_by(account.request):
             return "violated"
         return "unknown" if account.unknown is not None else "clean"
 

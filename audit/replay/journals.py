@@ -14,6 +14,8 @@ from typing import NamedTuple
 from ..analysis.calls import FoundRequests
 from ..analysis.source_differences import Reconciliation
 from ..checks.auditor import Verdict
+from ..checks.coverage import Coverage, of_all
+from ..checks.findings import Found, together
 from ..checks.registry import Violation
 from ..client_ids import rank
 from ..figures.totals import Totals
@@ -109,6 +111,16 @@ class Audit:
     def violations(self) -> list[Violation]:
         """All findings, drifts included, by engine and then in the order they were first seen."""
         return [violation for engine in self.engines for violation in engine.violations]
+
+    @property
+    def found(self) -> list[Found]:
+        """How many findings each invariant has in all engines, listed in :attr:`violations` or not."""
+        return together(row for engine in self.engines for row in engine.found)
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was examined in all engines."""
+        return of_all([engine.coverage for engine in self.engines])
 
     @property
     def notes(self) -> list[str]:

@@ -175,7 +175,8 @@ def digest(audit: EngineAudit) -> bytes:
         steps.times.count_steps_anew()
     times = () if steps is None else steps.times.state()
     state = {name: value for name, value in sorted(vars(ledger).items()) if name not in SUMS}
-    found = plain((list(state), list(state.values()), sorted(audit.auditor.violating), times))
+    found_in = sorted((request, sorted(ids)) for request, ids in audit.auditor.found_in.items())
+    found = plain((list(state), list(state.values()), found_in, times))
     return sha256(msgspec.msgpack.encode(found)).digest()
 
 

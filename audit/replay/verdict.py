@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from ..causes import BEGAN_BEFORE
 from ..checks.auditor import Auditor, Verdict
+from ..checks.coverage import Coverage, coverage
+from ..checks.findings import Found
 from ..checks.registry import Violation, is_once
 from ..events import EngineStarted
 from ..figures.totals import Totals
@@ -90,6 +95,33 @@ class Judged(Described):
         ]
 
     @property
+    def found(self) -> list[Found]:
+        """How many findings each invariant has in the window, kept or not.
+
+        Which of the findings that are not kept are in a bounded window is not known, nor are its tokens.
+        """
+        totals = self.auditor.totals
+        if not self.window.bounded:
+            return totals
+        inside = Counter(violation.id for violation in self.violations)
+        return [
+            replace(
+                row,
+                findings=inside[row.id],
+                listed=inside[row.id],
+                tokens=None,
+                at_least=row.is_cut,
+            )
+            for row in totals
+            if inside[row.id] or row.is_cut
+        ]
+
+    @property
+    def coverage(self) -> Coverage:
+        """What this audit examined, and what it did not."""
+        return coverage(self.engine, self.auditor.ledger.contents.excluded)
+
+    @property
     def verdict(self) -> Verdict:
         """``violated`` for a violation in the window, else ``unknown`` if there are doubts."""
         violated = any(violation.severity == "violation" for violation in self.violations)
@@ -137,7 +169,8 @@ class Judged(Described):
         left_out = [began] if before else []
         most_first = sorted(unknown.items(), key=lambda row: (-row[1], row[0]))
         reasons = [f"in {requests} of them: {reason}" for reason, requests in most_first]
-        return [*self.notes, *left_out, *self.doubts, *reasons]
+        cut = [f"{row.shown} of the findings of {row.id}" for row in self.found if row.is_cut]
+        return [*self.notes, *left_out, *self.doubts, *reasons, *cut]
 
 
 def of_engine(violation: Violation) -> bool:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...audit.checks.findings import Found
 from ...audit.checks.registry import catalogue
 from .audit_data import AuditReport, FindingData, plain
-from .audit_text import verdict
-from .terminal import counted
+from .audit_text import counts, verdict
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -33,12 +33,14 @@ def github(report: AuditReport) -> str:
 def _commands(report: AuditReport) -> Iterator[str]:
     level = {"clean": "notice", "violated": "error", "unknown": "warning"}[report.verdict]
     yield _command(level, f"kvledger: {report.verdict}", _answer(report))
+    totals = {row.id: row for row in report.found}
     for findings in _by_invariant(report):
-        yield _command(_GITHUB[findings[0].severity], findings[0].id, _message(findings))
+        message = _message(findings, totals[findings[0].id])
+        yield _command(_GITHUB[findings[0].severity], findings[0].id, message)
 
 
 def _answer(report: AuditReport) -> str:
-    answer = verdict(report).plain
+    answer = f"{verdict(report).plain}. {counts(report)}"
     return ". ".join([answer, *report.notes]) if report.verdict == "unknown" else answer
 
 
@@ -56,11 +58,12 @@ def _by_invariant(report: AuditReport) -> list[list[FindingData]]:
     return sorted(groups.values(), key=lambda group: group[0].severity == "drift")
 
 
-def _message(findings: list[FindingData]) -> str:
-    """The first finding of an invariant, and how many there are."""
+def _message(findings: list[FindingData], total: Found) -> str:
+    """The first finding of an invariant, how many there are, and what stops the harm."""
     first = findings[0]
-    times = f" ({counted(len(findings), 'finding')})" if len(findings) > 1 else ""
-    return f"step {first.step}: {first.message}{times}"
+    times = f" ({total.number} findings)" if total.findings > 1 or total.at_least else ""
+    stop = f" What stops the harm now: {first.stop_now}" if first.stop_now else ""
+    return f"step {first.step}: {first.message}{times}{stop}"
 
 
 # --- SARIF ------------------------------------------------------------------------------------------
@@ -77,7 +80,13 @@ def sarif(report: AuditReport, journals: dict[str, str]) -> dict[str, Any]:
                 "rules": [_rule(id) for id in ids],
             }
         },
-        "properties": {"verdict": report.verdict, "requests": report.requests, "notes": report.notes},
+        "properties": {
+            "verdict": report.verdict,
+            "examined": report.examined,
+            "requests": report.requests,
+            "found": plain(report.found),
+            "notes": report.notes,
+        },
         "results": [_result(finding, ids.index(finding.id), journals) for finding in report.violations],
     }
     return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
@@ -101,7 +110,7 @@ def _result(finding: FindingData, rule: int, journals: dict[str, str]) -> dict[s
         "ruleId": finding.id,
         "ruleIndex": rule,
         "level": _SARIF[finding.severity],
-        "message": {"text": "\n".join([finding.message, *finding.story])},
+        "message": {"text": "\n".join(filter(None, [finding.message, *finding.story, finding.stop_now]))},
         "locations": [
             {
                 "physicalLocation": {

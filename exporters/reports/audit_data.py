@@ -16,7 +16,9 @@ import msgspec
 
 from ...audit.analysis.source_differences import Differences, Figures, Reconciliation
 from ...audit.causes import DIFFERENCES
-from ...audit.checks.registry import Figure, Violation
+from ...audit.checks.coverage import Coverage, count_words, verdict_words
+from ...audit.checks.findings import Found
+from ...audit.checks.registry import Figure, Violation, catalogue
 from ...audit.figures.declared import FIGURES as DECLARED
 from ...audit.figures.totals import Totals
 from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
@@ -28,12 +30,6 @@ from .contents import ContentsData, contents
 from .costs import CostReport
 
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
-
-
-_NOT_SEEN = (
-    "Level tokens records no blocks: a hit on KV that was never filled, or that was written with another "
-    "cache salt or LoRA adapter, is not found (KVLEDGER_LEVEL=blocks finds it)."
-)
 
 
 def share(part: int, whole: int) -> float | None:
@@ -134,10 +130,15 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     story: list[str] = []
     when: str = ""
+    stop_now: str = ""
+    """What stops the harm; "" if only a figure is wrong."""
+    tenant: str = ""
+    session: str = ""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole audit. ``violations`` holds every finding, ``drift`` says how many are drifts.
+    """The whole audit. ``violations`` lists findings; ``found`` has how many there are, listed or not.
+    ``drift`` says how many are drifts.
 
     ``unknown`` counts the requests with missing events; no other figure includes them. ``began_before`` of
     them began before the first kept segment of a rotated journal, and do not make the verdict unknown.
@@ -167,10 +168,21 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     contents: ContentsData | None = None
     """What was found out about the KV in the blocks; None below level ``content``."""
 
+    found: list[Found] = []
+    """Each invariant with findings, and how many; exact also where ``violations`` does not list them all."""
+    coverage: Coverage = Coverage()
+    """What was examined in all journals, and what was not."""
+    examined: str = ""
+    """The verdict with what it covers, as every command prints it."""
+
     @property
-    def not_seen(self) -> str:
-        """What this audit can't find, because some journal is of level ``tokens``; "" if there is none."""
-        return _NOT_SEEN if any(journal.level == "tokens" for journal in self.journals) else ""
+    def counts(self) -> str:
+        """How many violations and drifts there are, in words."""
+        return count_words(self.found)
+
+    def number(self, severity: str) -> int:
+        """How many violations, or drifts, there are, listed or not."""
+        return sum(row.findings for row in self.found if row.severity == severity)
 
 
 def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
@@ -181,11 +193,12 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         for engine_audit in audit.engines
         for violation in engine_audit.violations
     ]
+    found, examined = audit.found, audit.coverage
     return AuditReport(
         verdict=audit.verdict,
         requests=totals.requests,
         unknown=totals.unknown_requests,
-        drift=sum(violation.severity == "drift" for violation in violations),
+        drift=sum(row.findings for row in found if row.severity == "drift"),
         preemptions=totals.preemptions,
         totals=PromptTokens(
             prompt_tokens=totals.prompt_tokens,
@@ -216,6 +229,9 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         costs=costs,
         contents=contents(audit),
         figures={figure.name: totals.of(figure.name) for figure in DECLARED},
+        found=found,
+        coverage=examined,
+        examined=verdict_words(audit.verdict, examined),
     )
 
 
@@ -274,6 +290,9 @@ def finding(violation: Violation, began_seconds: float | None) -> FindingData:
         last_step=violation.last_step,
         story=violation.story,
         when="" if began_seconds is None else utc(began_seconds + violation.at / 1e6, milliseconds=True),
+        stop_now=catalogue()[violation.id].stop_now,
+        tenant=violation.tenant,
+        session=violation.session,
     )
 
 
@@ -342,7 +361,8 @@ def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> s
 
 
 FINDING_COLUMNS = (
-    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message"
+    "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message",
+    "when", "tenant", "session", "stop_now"
 )  # fmt: skip
 
 

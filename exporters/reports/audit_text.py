@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.causes import external_loss, loss
+from ...audit.checks.findings import Found
 from . import contents, costs
 from .audit_data import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (
@@ -65,14 +66,14 @@ def render(report: AuditReport, *, verbose: bool = False) -> Group:
     if not verbose:
         return blocks(
             Group(answer(report), _journals_read(report)),
-            findings(report.violations, most=1, rest="with -v"),
+            findings(report.violations, report.found, most=1, rest="with -v"),
             notes(report.notes),
             sources(report, None),
             Text("More tables: -v. All figures: --format json.", style="dim"),
         )
     return blocks(
         Group(answer(report), _journals_read(report)),
-        findings(report.violations),
+        findings(report.violations, report.found),
         notes(report.notes),
         sources(report, None),
         work(report.work),
@@ -92,6 +93,7 @@ def answer(report: AuditReport) -> Group:
 
 def _answer(report: AuditReport) -> Iterator[Text]:
     yield verdict(report)
+    yield Text(counts(report))
     yield from bullets(report.conclusions)
     if report.drift:
         yield Text(f"{_DRIFT} `kvledger explain drift` has an example.")
@@ -121,23 +123,20 @@ def _journals_read(report: AuditReport) -> Text:
     journals = counted(len(report.journals), "journal")
     engines = dict.fromkeys(f"{journal.engine} {journal.version}" for journal in report.journals)
     read = f"Read {events} in {journals} of {listed(list(engines))}."
-    return Text("\n".join(filter(None, (read, report.not_seen))), style="dim")
+    return Text("\n".join(filter(None, (read, report.coverage.limits))), style="dim")
 
 
 def verdict(report: AuditReport) -> Text:
-    """The first line: the verdict and its counts."""
-    violations = sum(finding.severity == "violation" for finding in report.violations)
+    """The first line: the verdict and what it covers."""
+    return Text.assemble((report.verdict, VERDICTS[report.verdict]), report.examined[len(report.verdict) :])
+
+
+def counts(report: AuditReport) -> str:
+    """The second line: how many requests, violations and drifts there are."""
     unknown = report.unknown - report.began_before
-    counts = [counted(report.requests - report.began_before, "request"), counted(violations, "violation")]
-    drifts = counted(report.drift, "drift")
-    name = report.verdict
-    if report.drift and name == "clean":
-        name += f", {drifts}"
-    elif report.drift:
-        counts.append(drifts)
-    counts += [f"{counted(unknown, 'request')} unknown"] if unknown else []
-    counts.append(counted(report.preemptions, "preemption"))
-    return Text.assemble((name, VERDICTS[report.verdict]), f": {', '.join(counts)}")
+    parts = [counted(report.requests - report.began_before, "request"), report.counts]
+    parts += [f"{counted(unknown, 'request')} unknown"] if unknown else []
+    return ", ".join([*parts, counted(report.preemptions, "preemption")])
 
 
 def journals(report: AuditReport) -> Group:
@@ -239,11 +238,17 @@ def external(external: ExternalData) -> Group | None:
 
 
 def findings(
-    rows: Sequence[FindingData], most: int = SHOWN_FINDINGS, rest: str = "in the JSON", *, drifts: bool = True
+    rows: Sequence[FindingData],
+    found: Sequence[Found] = (),
+    *,
+    most: int = SHOWN_FINDINGS,
+    rest: str = "in the JSON",
+    drifts: bool = True,
 ) -> Group | None:
     """Findings by invariant, violations first, a sentence each; ``most`` per invariant.
 
-    ``rest`` says where more are. Without ``drifts``, the drifts of an invariant have one line, no sentence.
+    ``found`` has how many there are, where ``rows`` may lack some. ``rest`` says where more are.
+    Without ``drifts``, the drifts of an invariant have one line, no sentence.
     """
     if not rows:
         return None
@@ -251,21 +256,33 @@ def findings(
     for finding in sorted(rows, key=lambda finding: finding.severity == "drift"):
         by_id.setdefault(finding.id, []).append(finding)
     parts: list[RenderableType] = [title("Findings")]
+    totals = {row.id: row for row in found}
     for id, group in by_id.items():
         style = "bold red" if group[0].severity == "violation" else "bold yellow"
-        count = f"  {_group_size(group)}" if len(group) > 1 else ""
+        total = totals.get(id)
+        count = f"  {_group_size(group, total)}" if len(group) > 1 or (total and total.is_cut) else ""
         parts.append(indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
         if group[0].severity == "drift" and not drifts:
             continue
         parts += [indented(_finding(finding), 4) for finding in group[:most]]
-        if len(group) > most:
-            parts.append(indented(Text(f"and {len(group) - most:,} more, {rest}", style="dim"), 4))
+        if len(group) > most or (total and total.is_cut):
+            parts.append(indented(Text(_more(group, most, total, rest), style="dim"), 4))
+        if group[0].stop_now:
+            parts.append(indented(Text(f"What stops the harm now: {group[0].stop_now}", style="bold"), 4))
     return Group(*parts)
 
 
-def _group_size(group: Sequence[FindingData]) -> str:
+def _group_size(group: Sequence[FindingData], total: Found | None) -> str:
     """In how many requests an invariant was violated, or how often if no requests are concerned."""
-    return f"in {len(group):,} requests" if any(row.request for row in group) else f"{len(group):,} times"
+    number = f"{len(group):,}" if total is None else total.number
+    return f"in {number} requests" if any(row.request for row in group) else f"{number} times"
+
+
+def _more(group: Sequence[FindingData], most: int, total: Found | None, rest: str) -> str:
+    """How many more findings there are, and how many of them a list has at all."""
+    if total is None or not total.is_cut:
+        return f"and {len(group) - most:,} more, {rest}"
+    return f"{min(most, len(group)):,} of {total.number} shown; {len(group):,} are listed {rest}"
 
 
 def _finding(finding: FindingData) -> RenderableType:

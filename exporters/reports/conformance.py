@@ -20,7 +20,8 @@ from .terminal import blocks, counted, indented, show
 
 WRONG_SHOWN = 5
 """Failures on a Markdown page; text and JSON have all."""
-STYLES = {"clean": "green", "not reached": "dim", "unknown": "yellow", "violated": "red", "broke": "red"}
+STYLES = {"clean": "green", "inherited": "dim", "not reached": "dim", "unknown": "yellow"}
+STYLES |= {"violated": "red", "broke": "red"}
 
 
 def run(

@@ -117,11 +117,11 @@ def render(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Group:
     remarks = terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
     sources = audit_text.sources(report, _counters(demo))
     if not verbose:
-        rest = audit_text.findings(report.violations, most=1, rest="with -v", drifts=False)
+        rest = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
         return terminal.blocks(_answer(demo, report), rest, sources, remarks, _next(demo, report))
     return terminal.blocks(
         _answer(demo, report),
-        audit_text.findings(report.violations, most=3),
+        audit_text.findings(report.violations, report.found, most=3),
         sources,
         audit_text.work(report.work),
         _lookups(demo.lookups),

@@ -172,7 +172,7 @@ def _engines(audit: Audit) -> list[str]:
 
 
 def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
-    before, after = (Counter(violation.id for violation in audit.violations) for audit in (one, other))
+    before, after = (Counter({row.id: row.findings for row in audit.found}) for audit in (one, other))
     return {id: (before[id], after[id]) for id in sorted({*before, *after})}
 
 

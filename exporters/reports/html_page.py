@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from ... import __version__
 from ...audit.causes import loss
+from ...audit.checks.coverage import drift_words
+from ...audit.checks.findings import Found
 from ...audit.checks.registry import Reference, catalogue
 from ..files import whole
 from ..templating import environment
@@ -41,7 +43,7 @@ SHOWN_GROUPS = 50
 
 VERDICTS = {
     "clean": "Every figure that could be checked is right.",
-    "violated": "The engine's accounting is wrong: see the findings.",
+    "violated": "The engine is wrong: see the findings.",
     "unknown": "No violation was found, but events are missing or the engine raised: see the notes below.",
 }
 DRIFT = (
@@ -59,7 +61,7 @@ def save(data: PageData, output: Path) -> None:
 def html(data: PageData) -> str:
     """Render the page."""
     report = data.report
-    findings = _groups(report.violations)
+    findings = _groups(report)
     sources = [(n, getattr(report.totals, n)) for n in ("local", "external", "computed", "unattained")]
     return (
         environment(TEMPLATES)
@@ -68,7 +70,7 @@ def html(data: PageData) -> str:
             report=report,
             verdict=VERDICTS[report.verdict],
             meaning_of_drift=DRIFT if report.drift else "",
-            drifts=counted(report.drift, "drift") if report.drift else "",
+            drifts=drift_words(report.found),
             about=data.about,
             facts=_facts(report),
             contents=[] if report.contents is None else list(sentences(report.contents)),
@@ -156,14 +158,13 @@ def _tiles(report: AuditReport) -> list[tuple[str, str]]:
     totals = report.totals
     hits = share(totals.local + totals.external, totals.prompt_tokens)
     rework = share(report.work.rework, report.work.scheduled)
-    violations = sum(finding.severity == "violation" for finding in report.violations)
     tiles = [
         (f"{report.requests - report.began_before:,}", "requests"),
         (f"{totals.prompt_tokens:,}", "prompt tokens"),
         ("-" if hits is None else percent(hits), "hit rate"),
         ("-" if rework is None else percent(rework), "rework"),
         (f"{report.preemptions:,}", "preemptions"),
-        (f"{violations:,}", "violations"),
+        (f"{report.number('violation'):,}", "violations"),
     ]
     if unknown := report.unknown - report.began_before:
         tiles.append((f"{unknown:,}", "unknown requests"))
@@ -181,27 +182,31 @@ class FindingGroup(NamedTuple):
     severity: str
     size: str
     shown: Sequence[FindingData]
-    more: int
+    more: str
+    stop_now: str
     meaning: list[str]
     references: Sequence[Reference]
 
 
-def _groups(findings: Sequence[FindingData]) -> list[FindingGroup]:
+def _groups(report: AuditReport) -> list[FindingGroup]:
     by_id: dict[str, list[FindingData]] = {}
-    for finding in findings:
+    for finding in report.violations:
         by_id.setdefault(finding.id, []).append(finding)
-    return [_group(id, group) for id, group in by_id.items()]
+    totals = {row.id: row for row in report.found}
+    return [_group(totals[id], group) for id, group in by_id.items()]
 
 
-def _group(id: str, findings: list[FindingData]) -> FindingGroup:
-    invariant = catalogue()[id]
+def _group(total: Found, findings: list[FindingData]) -> FindingGroup:
+    invariant, id = catalogue()[total.id], total.id
+    shown = min(SHOWN_FINDINGS, len(findings))
     return FindingGroup(
         id=id,
         anchor=id.replace("/", "-"),
         severity=findings[0].severity,
-        size=counted(len(findings), "request"),
-        shown=findings[:SHOWN_FINDINGS],
-        more=max(0, len(findings) - SHOWN_FINDINGS),
+        size=f"{total.number} request{'' if total.findings == 1 else 's'}",
+        shown=findings[:shown],
+        more=f"{shown} of {total.number} shown" if shown < total.findings or total.at_least else "",
+        stop_now=invariant.stop_now,
         meaning=f"{invariant.must_hold}\n\n{invariant.violated_when}".replace("``", "").split("\n\n"),
         references=invariant.references,
     )

@@ -36,7 +36,8 @@ def line(now: Now) -> str:
     """The figures as one line."""
     hits = share(now.local + now.external, now.prompt_tokens)
     parts = [
-        f"{now.verdict}: {counted(now.requests, 'request')}",
+        counted(now.requests, "request"),
+        now.counts,
         f"{now.running:,} running",
         f"{now.waiting:,} waiting",
         f"{counted(now.preemptions, 'preemption')}",
@@ -44,7 +45,7 @@ def line(now: Now) -> str:
         "no prompt settled yet" if hits is None else f"{percent(hits)} hits",
         f"{now.scheduled_tokens_per_second:,.0f} tokens/s",
     ]
-    return ", ".join(parts)
+    return f"{now.examined}. {', '.join(parts)}"
 
 
 def screen(tail: LiveTail) -> Group:
@@ -53,7 +54,8 @@ def screen(tail: LiveTail) -> Group:
     table = figures_table("engine", *columns)
     for engine_audit, running in tail.engines():
         _add_row(table, engine_audit, running)
-    parts: list[Table | Text] = [table]
+    now = tail.now()
+    parts: list[Table | Text] = [table, Text(), Text(f"{now.examined}. {now.counts}.", overflow="fold")]
     if tail.by:
         parts += [Text(), _groups(tail)]
     if tail.newest:
@@ -84,7 +86,10 @@ def _add_row(table: Table, engine_audit: FollowedAudit, running: LiveCounts | No
 def _groups(tail: LiveTail) -> Table:
     """The ended requests of the largest groups."""
     table = figures_table(f"ended requests by {tail.by}", "requests", "prompt", "hits", "preempted")
-    for row in tail.groups()[:SHOWN_GROUPS]:
+    groups = tail.groups()
+    if len(groups) > SHOWN_GROUPS:
+        table.caption = _shown(len(groups))
+    for row in groups[:SHOWN_GROUPS]:
         hits = share(row.local + row.external, row.prompt_tokens)
         table.add_row(
             Text(row.group),
@@ -164,7 +169,13 @@ def _totals(tail: LiveTail, format: str, *, first: bool) -> list[str]:
         return [_json("totals", tail.now()), *(_json("group", row) for row in tail.groups())]
     if format == "csv":
         return structs_csv(Now, [tail.now()]).splitlines()[0 if first else 1 :]
-    return [line(tail.now()), *(_group_line(row) for row in tail.groups()[:SHOWN_GROUPS])]
+    groups = tail.groups()
+    more = [f"  {_shown(len(groups))}"] if len(groups) > SHOWN_GROUPS else []
+    return [line(tail.now()), *map(_group_line, groups[:SHOWN_GROUPS]), *more]
+
+
+def _shown(groups: int) -> str:
+    return f"{SHOWN_GROUPS} of {groups:,} groups shown"
 
 
 def _group_line(row: GroupNow) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...audit.checks.coverage import count_words, verdict_words
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
 from ...audit.figures.totals import Totals
@@ -41,9 +42,14 @@ Tick = Callable[[], None]
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """All journals together at one time: a line of ``--format json`` or ``csv``."""
+    """All journals together at one time: a line of ``--format json`` or ``csv``.
+
+    ``examined``: the verdict with what it covers; ``counts``: violations and drifts in words.
+    """
 
     verdict: str
+    examined: str
+    counts: str
     requests: int
     running: int
     waiting: int
@@ -229,6 +235,8 @@ class LiveTail:
         rates = [one.rates() for one in counts]
         return Now(
             verdict=audit.verdict,
+            examined=verdict_words(audit.verdict, audit.coverage),
+            counts=count_words(audit.found),
             requests=totals.requests,
             running=sum(one.requests.running for one in counts),
             waiting=sum(one.requests.waiting for one in counts),

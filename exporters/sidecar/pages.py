@@ -22,6 +22,8 @@ from prometheus_client import (
 )
 
 from ... import __version__
+from ...audit.checks.coverage import count_words, verdict_words
+from ...audit.checks.findings import together
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
@@ -203,19 +205,33 @@ def _exposition(follower: Follower, *, created: bool) -> Application:
 
 
 def findings(audits: Iterable[FollowedAudit]) -> dict[str, Any]:
-    """The last findings of all engines, newest last; ``left_out`` counts the older ones."""
-    by_time = []
-    for engine_audit in audits:
+    """The last findings of all engines, newest last.
+
+    ``left_out`` counts the others, ``found`` all of them by invariant; ``examined`` has each engine's verdict
+    with what it covers.
+    """
+    by_time, engines = [], list(audits)
+    for engine_audit in engines:
         started = engine_audit.engine
         for violation in engine_audit.auditor.violations:
             seconds = started.wall_seconds + (violation.at - started.at) / 1e6 if started else 0.0
             by_time.append((seconds, violation))
     by_time.sort(key=lambda pair: pair[0])
     shown = [
-        {"time": seconds, **msgspec.to_builtins(violation)}
+        {
+            "time": seconds,
+            **msgspec.to_builtins(violation),
+            "stop_now": catalogue()[violation.id].stop_now,
+        }
         for seconds, violation in by_time[-FINDINGS_SHOWN:]
     ]
-    return {"findings": shown, "left_out": len(by_time) - len(shown)}
+    found = together(row for engine_audit in engines for row in engine_audit.found)
+    return {
+        "findings": shown,
+        "left_out": sum(row.findings for row in found) - len(shown),
+        "found": msgspec.to_builtins(found),
+        "examined": {one.name: verdict_words(one.verdict, one.coverage) for one in engines},
+    }
 
 
 def _row(engine_audit: FollowedAudit) -> tuple[str, ...]:
@@ -223,10 +239,10 @@ def _row(engine_audit: FollowedAudit) -> tuple[str, ...]:
     last_event = time.gmtime(auditor.ledger.read_to)
     return (
         engine_audit.name,
-        engine_audit.verdict,
+        verdict_words(engine_audit.verdict, engine_audit.coverage),
         f"{engine_audit.closed.requests:,}",
         f"{len(auditor.ledger.open):,}",
-        str(sum(1 + violation.repeats for violation in auditor.violations)),
+        count_words(engine_audit.found),
         time.strftime("%Y-%m-%d %H:%M:%S", last_event) if engine_audit.engine else "",
     )
 

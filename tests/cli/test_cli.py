@@ -62,7 +62,9 @@ def test_a_clean_audit_exits_with_0(run: Any, clean: Path) -> None:
     outcome = run("audit", clean)
 
     assert (0, "") == (outcome.code, outcome.err)
-    assert outcome.out.startswith("clean: 1 request, 0 violations, 1 preemption\n")
+    first, second, *_ = outcome.out.splitlines()
+    assert first == "clean at level tokens: counts, progress; not examined: block contents, ownership"
+    assert second == "1 request, 0 violations, 1 preemption"
 
 
 def test_a_violated_audit_exits_with_1(run: Any, violated: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_torn_tail_is_read_up_to_the_tear_and_makes_the_verdict_unknown(run: A
 
     assert 3 == outcome.code
     assert f"torn tail at {path.name} byte " in outcome.out
-    assert "clean: 1 request" not in outcome.out
+    assert "clean at level" not in outcome.out
 
 
 def test_a_corrupted_segment_is_named_and_makes_the_verdict_unknown(run: Any, clean: Path) -> None:
@@ -653,7 +655,7 @@ def test_verbose_prints_more_of_the_same_answer(run: Any, violated: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "first"),
     [
-        (("audit",), "violated: 1 request, 2 violations, 1 preemption"),
+        (("audit",), "violated at level tokens: counts, progress; not examined: block contents, ownership"),
         (("why",), "200 prompt tokens: 104 hits (52.0 %)."),
         (("summary",), "1 request, 1 preemption, 0.0 s spent waiting."),
         (("show", "request-0"), "Account of request-0   vllm 0.32.0 pid 4000"),
@@ -691,7 +693,7 @@ def test_report_exits_with_the_code_of_the_audit(run: Any, violated: Path, tmp_p
     outcome = run("report", violated, "-o", tmp_path / "page.html")
 
     assert (1, "") == (outcome.code, outcome.out)
-    assert outcome.err.startswith("violated: 1 request, ")
+    assert outcome.err.startswith("violated at level tokens: counts, progress; ")
     assert outcome.err.endswith(f"Wrote {tmp_path / 'page.html'}; open it in a browser.\n")
     assert "<!doctype html>" in run("report", violated, "-o", "-").out
 
@@ -700,7 +702,7 @@ def test_tail_of_ended_engines_prints_totals_and_ends(run: Any, clean: Path) -> 
     outcome = run("tail", clean)
 
     assert (0, "") == (outcome.code, outcome.err)
-    assert outcome.out.startswith("clean: 1 request, 0 running")
+    assert outcome.out.startswith("clean at level tokens: counts, progress; ")
 
 
 @pytest.mark.parametrize("verb", ["audit", "summary", "why"])
@@ -822,3 +824,15 @@ def test_audit_prices_lost_work_only_where_it_is_printed(
     assert 0 == run("audit", clean, "--format", format).code
 
     assert priced == bool(observed)
+
+
+@pytest.mark.parametrize(("fail_on", "code"), [("violation", 0), ("drift", 1)])
+def test_a_drift_fails_only_an_audit_that_asks_for_it(
+    run: Any, tmp_path: Path, fail_on: str, code: int
+) -> None:
+    """The request ends before its first output: no figure of the engine has its prompt."""
+    journal = journals.write(
+        tmp_path / "one", events(300, "A0+0 s128 o F"), configuration={"figures": "first"}
+    )
+
+    assert code == run("audit", journal, "--fail-on", fail_on).code

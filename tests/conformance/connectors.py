@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 
 @dataclass
@@ -182,3 +183,37 @@ class ExchangingConnector(HonestConnector):
 
     def stored_block(self, load: BlockTransfer) -> dict[str, Any]:
         return {name: block.flip(-1) for name, block in super().stored_block(load).items()}
+
+
+class ShortConnector(HonestConnector):
+    """Loads a block less than it promises."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
+        del metadata.loads[-1:]
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class AssertingConnector(HonestConnector):
+    """Refuses a load with a bare assertion."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
+        assert not metadata.loads
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class CorrectSubclass(ExampleConnector):
+    """Adds nothing that could go wrong."""
+
+    def update_state_after_alloc(self, *args: Any, **kwargs: Any) -> None:
+        super().update_state_after_alloc(*args, **kwargs)
+
+
+class BrokenSubclass(ExampleConnector):
+    """Stores keys and values in the wrong order."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, kv_layer.flip(-1), attn_metadata, **kwargs)

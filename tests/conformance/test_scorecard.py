@@ -96,6 +96,48 @@ def test_the_released_example_connector_breaks_in_two_situations(tmp_path: Path)
     assert {"resumed after saving more", "chunked save aborted midway"} == broke
 
 
+def test_a_correct_subclass_of_the_example_connector_passes_and_what_it_inherits_is_known():
+    card = score("CorrectSubclass", MODULE)
+
+    assert "clean" == card.verdict, [row for row in card.rows if row.problems]
+    assert {"resumed after saving more", "chunked save aborted midway"} == outcomes(card, "inherited")
+    problems = [problem for row in card.rows for problem in row.problems]
+    assert all(problem.startswith("known, inherited from ExampleConnector: ") for problem in problems)
+
+
+def test_what_a_subclass_adds_is_held_against_it():
+    card = score("BrokenSubclass", MODULE)
+
+    assert "violated" == card.verdict
+    assert "hit on part of the prompt" in outcomes(card, "violated")
+
+
+def test_a_short_load_says_what_was_promised_and_what_was_loaded():
+    """The store has 6 blocks of 16 tokens for the prompt of 100, and the connector loads 5 of them."""
+    rows = [row for row in score("ShortConnector", MODULE, STORE).rows if "new engine" in row.situation]
+
+    assert all("promised 96, loaded 80; it ran over 16 tokens" in row.problems[0] for row in rows)
+
+
+def test_a_bare_assertion_is_printed_with_its_text_and_place():
+    line = next(
+        n for n, text in enumerate(MODULE.read_text().splitlines(), 1) if "not metadata.loads" in text
+    )
+    rows = [row for row in score("AssertingConnector", MODULE, STORE).rows if row.outcome == "broke"]
+
+    expected = (
+        f"AssertionError in start_load_kv at conformance/connectors.py:{line}: assert not metadata.loads"
+    )
+    assert {expected} == {row.problems[0] for row in rows}
+
+
+def test_each_run_has_a_store_of_its_own():
+    """The store of this connector is a table of the process: a second run finds what the first left."""
+    first, second = (score("HonestConnector", MODULE, {}) for _ in range(2))
+
+    assert first.rows == second.rows
+
+
 @pytest.mark.parametrize(
     ("name", "module", "words"),
     [

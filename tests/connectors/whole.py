@@ -223,7 +223,7 @@ def run(folder: Path, name: str) -> int:
     statements = [account.freeze() for account in audit.ledger.accounts()]
     results = {
         "verdict": audit.verdict,
-        "violations": [violation.message for violation in audit.violations],
+        "violations": [finding.message for finding in (*audit.violations, *audit.drifts)],
         "totals": msgspec.to_builtins(audit.totals),
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
         "given": served.tokens,

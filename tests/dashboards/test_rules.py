@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests import tools
 
+from kvledger.audit.checks.kinds import KINDS
+from kvledger.audit.checks.registry import catalogue
 from kvledger.dashboards import rules
 
 IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'
@@ -42,6 +44,14 @@ INFO = 'kvledger_build_info{job="kvledger", instance="a:9464", version="1"}'
 LAST = of("kvledger_last_violation_timestamp_seconds", 'id="tokens/negative", severity="violation"')
 DRIFT = of("kvledger_last_violation_timestamp_seconds", 'id="tokens/set-once", severity="drift"')
 FOUND = OF_ENGINE | {"id": "tokens/negative", "severity": "violation"}
+
+ONE_OF_EACH_KIND = list(
+    {row.kind: row for row in catalogue().values() if row.severity == "violation"}.values()
+)
+
+
+def of_id(id: str) -> str:
+    return f'id="{id}", severity="violation"'
 
 
 def reconciled(cause: str) -> str:
@@ -78,9 +88,20 @@ LOSSES = 'kvledger_sidecar_losses_total{job="kvledger", instance="a:9464", reaso
 UNREADABLE = 'kvledger_sidecar_unreadable_journals{job="kvledger", instance="a:9464"}'
 
 CASES = [
-    Case("KvledgerViolation", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
-    Case("KvledgerViolation", "ends by itself", {LAST: "_x5 290+0x30"}, "25m", []),
-    Case("KvledgerViolation", "a drift is none", {DRIFT: "_x5 290+0x30"}, "6m", []),
+    Case("KvledgerCountsWrong", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
+    Case("KvledgerCountsWrong", "ends by itself", {LAST: "_x5 290+0x30"}, "25m", []),
+    Case("KvledgerCountsWrong", "a drift is none", {DRIFT: "_x5 290+0x30"}, "6m", []),
+    *(
+        Case(
+            kind.alert,
+            f"{row.id} is of its kind",
+            {of("kvledger_last_violation_timestamp_seconds", of_id(row.id)): "_x5 290+0x30"},
+            "6m",
+            [OF_ENGINE | {"id": row.id, "severity": "violation"}] if row.kind is kind else [],
+        )
+        for row in ONE_OF_EACH_KIND
+        for kind in KINDS
+    ),
     Case(
         "KvledgerUnexplainedDrift",
         "for ten minutes",

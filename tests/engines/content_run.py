@@ -212,7 +212,6 @@ def result(audit: Any, ledger: Any = None) -> dict[str, Any]:
         "findings": [
             (violation.id, violation.request, violation.figures, violation.story)
             for violation in audit.violations
-            if violation.severity == "violation"
         ],
         "counts": ledger.sums.contents,
         "excluded": ledger.contents.excluded,

@@ -32,7 +32,7 @@ def audited(scenario: Callable[..., Any]) -> tuple[list[Any], Any]:
     found = []
     for audit in audits:
         audit.detach()
-        found += [violation for violation in audit.violations if violation.id.startswith("content/")]
+        found += [each for each in (*audit.violations, *audit.drifts) if each.id.startswith("content/")]
     return found, audits[0].ledger.sums.recomputed if audits else None
 
 

@@ -130,7 +130,7 @@ def outcome(drive: Callable[[Attach], None]) -> dict[str, Any]:
         "findings": [
             [found.id, found.message]
             for audit in audits
-            for found in audit.violations
+            for found in (*audit.violations, *audit.drifts)
             if found.id.startswith("content/")
         ],
         "counts": audits[0].ledger.sums.contents,

@@ -245,7 +245,7 @@ def test_a_finding_reaches_the_board_and_the_alert(deployment: Deployment) -> No
     journals.violated(deployment.journals / "engine-9-9-9", time.time())
 
     wait_until(lambda: (ask('sum(kvledger_violations_total{severity="violation"})') or 0) > 0, SETTLE_SECONDS)
-    firing = 'count(ALERTS{alertname="KvledgerViolation", alertstate="firing"})'
+    firing = 'count(ALERTS{alertname="KvledgerCountsWrong", alertstate="firing"})'
     wait_until(lambda: (ask(firing) or 0) > 0, SETTLE_SECONDS)
     answers = list(check.ask(deployment.prometheus.address))
     assert SILENT <= {answer.query.where for answer in answers if answer.series}

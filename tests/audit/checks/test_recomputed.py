@@ -51,7 +51,7 @@ def compute_again(driver: Any, *, wrong: bool = False) -> None:
 
 def found(audit: LiveAudit) -> list[Any]:
     audit.detach()
-    return [violation for violation in audit.violations if violation.id.startswith("content/")]
+    return [each for each in (*audit.violations, *audit.drifts) if each.id.startswith("content/")]
 
 
 @violates("content/recomputed")

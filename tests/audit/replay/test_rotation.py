@@ -154,8 +154,9 @@ def test_the_report_of_a_rotated_journal_counts_what_it_left_out(tmp_path: Path)
 
     assert (0, "clean", 1, 1) == (code, data["verdict"], data["unknown"], data["began_before"])
     code, printed = run("audit", path)
-    first, *rest = printed.splitlines()
-    assert first == f"clean: {data['requests'] - 1} requests, 0 violations, 0 preemptions"
+    first, second, *rest = printed.splitlines()
+    assert first == data["examined"]
+    assert second == f"{data['requests'] - 1} requests, 0 violations, 0 preemptions"
     assert "1 request began before the first kept segment" in " ".join(rest)
     assert 0 == run("report", path, "-o", tmp_path / "page.html")[0]
 

@@ -28,7 +28,7 @@ def test_a_violation_is_an_error_annotation(run: Any, tmp_path: Path) -> None:
     first, *rest = out.splitlines()
 
     assert 1 == code
-    assert first.startswith("::error title=kvledger%3A violated::violated: 1 request, ")
+    assert first.startswith("::error title=kvledger%3A violated::violated at level tokens: counts")
     assert any(line.startswith("::error title=tokens/negative::step ") for line in rest)
 
 
@@ -36,7 +36,7 @@ def test_a_clean_run_is_one_notice(run: Any, tmp_path: Path) -> None:
     code, out = run(journals.clean(tmp_path / "one"), "github")
 
     assert 0 == code
-    assert out.startswith("::notice title=kvledger%3A clean::clean: 1 request, ")
+    assert out.startswith("::notice title=kvledger%3A clean::clean at level tokens: counts, progress; ")
     assert 1 == len(out.splitlines())
 
 

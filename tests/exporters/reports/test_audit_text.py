@@ -10,10 +10,13 @@ from tests import journals
 from tests.exporters.reports.printed import text
 from tests.histories import events
 
+from kvledger.audit.checks.findings import Found
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import audit_text, terminal
 from kvledger.exporters.reports.audit_data import AuditReport, FindingData, report
+
+EXAMINED = "at level tokens: counts, progress; not examined: block contents, ownership"
 
 
 def finding(request: str, *, id: str = "tokens/negative", repeats: int = 0) -> FindingData:
@@ -55,7 +58,7 @@ Planned, at first admission                    0        32       168           0
 Reported by the engine                      -128       160       168           0    200         1"""
         in shown
     )
-    assert "violated: 1 request, " in shown
+    assert shown.startswith(f"violated {EXAMINED}\n1 request, ")
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -78,12 +81,12 @@ def test_a_clean_audit_starts_with_its_verdict_and_sources(tmp_path: Path) -> No
     result = report(audit_paths([journals.clean(tmp_path / "one")]))
 
     assert [
-        "clean: 1 request, 0 violations, 1 preemption",
+        f"clean {EXAMINED}",
+        "1 request, 0 violations, 1 preemption",
         "200 prompt tokens: 0 local (0.0 %), 104 external (52.0 %), 96 computed.",
         "97 scheduled tokens: 0 rework (0.0 %).",
         "Read 20 events in 1 journal of vllm 0.32.0.",
-        "Level tokens records no blocks: a hit on KV that was never filled, or that was written with another",
-        "cache salt or LoRA adapter, is not found (KVLEDGER_LEVEL=blocks finds it).",
+        "KVLEDGER_LEVEL=blocks examines ownership, KVLEDGER_LEVEL=content examines block contents.",
         "",
         "Where prompt tokens came from",
     ] == text(audit_text.render(result)).splitlines()[:8]
@@ -93,29 +96,33 @@ def test_a_violated_audit_names_its_invariants_before_any_table(tmp_path: Path) 
     result = report(audit_paths([journals.violated(tmp_path / "one")]))
     shown = text(audit_text.render(result))
 
-    assert shown.startswith("violated: 1 request, 2 violations, 1 preemption\n")
+    assert shown.startswith(f"violated {EXAMINED}\n1 request, 2 violations, 1 preemption\n")
     assert shown.index("violation  tokens/negative") < shown.index("Where prompt tokens came from")
 
 
 def with_drifts(result: AuditReport, drifts: int) -> AuditReport:
-    rows = [finding(str(number), id="connector/failed-load-counted") for number in range(drifts)]
-    return replace(result, drift=drifts, violations=[replace(row, severity="drift") for row in rows])
+    id = "connector/failed-load-counted"
+    rows = [replace(finding(str(number), id=id), severity="drift") for number in range(drifts)]
+    found = [Found(id=id, severity="drift", findings=drifts, listed=drifts, tokens=1_240)]
+    return replace(result, drift=drifts, violations=rows, found=found)
 
 
 def test_a_clean_audit_with_drifts_says_so_and_explains_drifts(tmp_path: Path) -> None:
     result = report(audit_paths([journals.clean(tmp_path / "one")]))
-    first, second, *_ = text(audit_text.render(with_drifts(result, 11)), 140).splitlines()
+    first, second, third, *_ = text(audit_text.render(with_drifts(result, 11)), 140).splitlines()
 
-    assert "clean, 11 drifts: 1 request, 0 violations, 1 preemption" == first
-    assert second.startswith("A drift is a figure that the engine counts by a deliberate but misleading rule")
+    assert f"clean {EXAMINED}" == first
+    assert "1 request, 0 violations, 11 drifts: 1,240 tokens, 1 preemption" == second
+    assert third.startswith("A drift is a figure that the engine counts by a deliberate but misleading rule")
 
 
 def test_an_unknown_audit_says_that_events_are_missing(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
-    first, second, *_ = text(audit_text.render(report(audit_paths([path])))).splitlines()
+    first, second, third, *_ = text(audit_text.render(report(audit_paths([path])))).splitlines()
 
-    assert first.startswith("unknown: 1 request, 0 violations, 1 request unknown")
-    assert "Events are missing, so no figure below includes 1 request." == second
+    assert f"unknown {EXAMINED}" == first
+    assert second.startswith("1 request, 0 violations, 1 request unknown")
+    assert "Events are missing, so no figure below includes 1 request." == third
 
 
 def test_rows_without_a_difference_and_empty_tables_are_not_printed(tmp_path: Path) -> None:
@@ -204,6 +211,6 @@ def test_no_figure_is_cut_on_a_narrow_terminal(
 
     out = capsys.readouterr().out
     assert "\u2026" not in out
-    assert " ".join(out.split()).startswith("violated: 1 request, ")
+    assert " ".join(out.split()).startswith(f"violated {EXAMINED} 1 request, ")
     for column in ("unattained", "requests", "share"):
         assert column in out

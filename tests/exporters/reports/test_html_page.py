@@ -14,6 +14,7 @@ from tests.exporters.reports.browser import Visit
 from tests.histories import events
 from tests.simulated_trace import write_trace
 
+from kvledger.audit.checks.findings import Found
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.exporters.reports.html_data import gather
@@ -118,10 +119,11 @@ def test_a_trace_with_one_short_request_or_none(tmp_path: Path, words: str) -> N
 def test_a_clean_trace_with_drifts_says_so_first(tmp_path: Path) -> None:
     data = gather([journals.clean(tmp_path / "clean")])
 
-    page = html(replace(data, report=replace(data.report, drift=2)))
+    found = [Found(id="metrics/prompt-missing", severity="drift", findings=2, listed=2, tokens=7)]
+    page = html(replace(data, report=replace(data.report, drift=2, found=found)))
 
-    assert "<title>kvledger: clean, 2 drifts</title>" in page
-    assert "<b>clean</b> with 2 drifts." in page
+    assert "<title>kvledger: clean, 2 drifts: 7 tokens</title>" in page
+    assert f"<b>clean</b> {data.report.coverage.words}. 2 drifts: 7 tokens." in page
     assert "A drift is a figure that the engine counts by a deliberate but misleading rule." in page
 
 

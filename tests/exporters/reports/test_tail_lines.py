@@ -20,6 +20,8 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.reports.tail_lines import follow, line
 from kvledger.exporters.reports.tail_screen import LiveTail
 
+EXAMINED = "at level tokens: counts, progress; not examined: block contents, ownership"
+
 
 def started(folder: Path) -> JournalWriter:
     writer = JournalWriter(folder)
@@ -35,7 +37,7 @@ def test_a_growing_journal_is_followed(tmp_path: Path) -> None:
     writer.write(stream[:6])
     assert [] == tail.poll()
     assert line(tail.now()).startswith(
-        "clean: 1 request, 1 running, 0 waiting, 0 preemptions, 0 prompt tokens"
+        f"clean {EXAMINED}. 1 request, 0 violations, 1 running, 0 waiting, 0 preemptions, 0 prompt tokens"
     )
     assert not tail.ended
 
@@ -44,7 +46,7 @@ def test_a_growing_journal_is_followed(tmp_path: Path) -> None:
 
     assert "tokens/negative" in {violation.id for violation in tail.poll()}
     assert line(tail.now()).startswith(
-        "violated: 1 request, 0 running, 0 waiting, 1 preemption, 200 prompt tokens"
+        f"violated {EXAMINED}. 1 request, 2 violations, 0 running, 0 waiting, 1 preemption, 200 prompt tokens"
     )
     assert tail.ended
 
@@ -57,7 +59,7 @@ def test_later_journals_are_followed(tmp_path: Path) -> None:
 
     tail.poll()
 
-    assert line(tail.now()).startswith("clean: 2 requests")
+    assert line(tail.now()).startswith(f"clean {EXAMINED}. 2 requests")
 
 
 def test_open_requests_of_a_killed_engine_are_unknown(tmp_path: Path) -> None:
@@ -66,13 +68,13 @@ def test_open_requests_of_a_killed_engine_are_unknown(tmp_path: Path) -> None:
     writer.write(events(200, journals.CLEAN)[:6])
     tail = LiveTail(tmp_path)
     tail.poll()
-    assert line(tail.now()).startswith("clean: 1 request, 1 running")
+    assert line(tail.now()).startswith(f"clean {EXAMINED}. 1 request, 0 violations, 1 running")
 
     writer.abandon()
     tail.poll()
 
     assert tail.ended
-    assert line(tail.now()).startswith("unknown: 1 request, 0 running")
+    assert line(tail.now()).startswith(f"unknown {EXAMINED}. 1 request, 0 violations, 0 running")
 
 
 def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +83,7 @@ def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.Ca
     follow(tmp_path, poll_seconds=0.01)
 
     *findings, total = capsys.readouterr().out.splitlines()
-    assert total.startswith("violated: 1 request")
+    assert total.startswith(f"violated {EXAMINED}. 1 request")
     assert all(line.startswith("violation tokens/") for line in findings)
 
 
