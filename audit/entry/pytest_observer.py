@@ -45,6 +45,10 @@ MANAGER = "vllm.v1.core.kv_cache_manager"
 CORE = "vllm.v1.engine.core"
 
 
+PASSED_BY = "its steps were no calls of scheduler.schedule(), but of the class's method"
+"""Why a scheduler was not observed that took steps."""
+
+
 class _ObservedMock:
     """Calls go through the observing wrapper; every other attribute is the mock's own, such as call_count."""
 
@@ -90,6 +94,8 @@ class LedgerPlugin:
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []
         """Class, attribute name and original of each wrapped attribute."""
+        self._expected: list[FirstStep] = []
+        """The schedulers of the running test, each observed from its first step on."""
         self._unobserved: list[str] = []
         """Why schedulers of the running test could not be observed."""
         self._left_alone: list[str] = []
@@ -112,7 +118,7 @@ class LedgerPlugin:
 
     def _expect_first_step(self, scheduler: Any) -> None:
         if self._wanted.level:
-            FirstStep(scheduler, self._observe_scheduler)
+            self._expected.append(FirstStep(scheduler, self._observe_scheduler))
 
     def _observe_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__
@@ -167,7 +173,7 @@ class LedgerPlugin:
         """Verify the KV in the blocks of an engine whose worker runs here, as ``attach`` does."""
         worker = self._worker(observer.scheduler)
         if worker is None or not isinstance(observer, V1Observer):
-            self._left_alone.append("observed at level blocks only: no worker of its engine runs in this process")
+            self._left_alone.append("observed at level blocks only: its engine has no worker in this process")
             return
         observer.watch_worker()
         observer.watch_content(worker)
@@ -224,6 +230,8 @@ class LedgerPlugin:
         self._cores.clear()
         left_alone, self._left_alone = self._left_alone, []
         unobserved, self._unobserved = self._unobserved, []
+        unobserved += [PASSED_BY for expected in self._expected if expected.missed]
+        self._expected.clear()
         properties, lines = item.user_properties, list[str]()
         if audited:
             properties.append((ENGINES, f"{self._wanted.level} {len(audited)}"))

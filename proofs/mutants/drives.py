@@ -60,10 +60,11 @@ def _limited() -> Iterator[None]:
 @functools.cache
 def drives() -> dict[str, Callable[[Any], Any]]:
     """Every drive by name; each passes its scheduler to the argument."""
-    from kvledger.audit.conformance.driver import Driver
     from tests.differential.player import play
     from tests.differential.random_histories import draw
     from tests.scenarios.corpus import runnable
+
+    from kvledger.audit.conformance.driver import Driver
 
     logging.disable(logging.ERROR)
     Driver.run.__defaults__ = (STEPS,)

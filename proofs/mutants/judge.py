@@ -46,7 +46,7 @@ ENOUGH = 5
 
 
 def judge(mutant: Mutant) -> Judgement:
-    """Drive an engine with the mutant through every drive, at each level until ENOUGH of them have findings."""
+    """Run every drive with the mutant, at each level until ENOUGH of them have findings."""
     judgement = Judgement(mutant.name)
     try:
         with applied(mutant):

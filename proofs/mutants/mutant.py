@@ -5,7 +5,6 @@ of the function and put in its place, on its class or in its module.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import contextlib

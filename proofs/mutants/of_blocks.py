@@ -14,7 +14,8 @@ NEEDED = "SingleTypeKVCacheManager.get_num_blocks_to_allocate"
 
 MUTANTS = (
     # --- references
-    M("touch-twice", "double count", "a hit counts two references", TOUCH, "block.ref_cnt += 1", "block.ref_cnt += 2"),
+    M("touch-twice", "double count", "a hit counts two references", TOUCH, "block.ref_cnt += 1",
+      "block.ref_cnt += 2"),
     M("touch-never", "shared blocks", "a hit counts no reference",
       LOCAL, "self.block_pool.touch(new_computed_blocks)", "pass"),
     M("touch-stays-free", "shared blocks", "a block that is hit stays in the free queue",
@@ -79,7 +80,8 @@ MUTANTS = (
       "return blocks, num_new_computed_tokens + (num_new_computed_tokens > 0),"),
     M("hit-one-block-more", "off by one", "a hit counts one block more than it has",
       "KVCacheManager.get_computed_blocks", "return blocks, num_new_computed_tokens,",
-      "return blocks, num_new_computed_tokens + 16 * (0 < num_new_computed_tokens < request.num_tokens - 17),"),
+      "return blocks, num_new_computed_tokens"
+      " + 16 * (0 < num_new_computed_tokens < request.num_tokens - 17),"),
     M("hit-one-block-less", "off by one", "a hit counts one block less than it has",
       "KVCacheManager.get_computed_blocks", "return blocks, num_new_computed_tokens,",
       "return blocks, max(0, num_new_computed_tokens - 16),"),
@@ -93,10 +95,12 @@ MUTANTS = (
       "KVCacheManager.record_prefix_cache_stats", "preempted=request.num_preemptions > 0", "preempted=False"),
     # --- slots
     M("one-slot-less", "off by one", "one slot less than the tokens need is allocated",
-      "SingleTypeKVCacheManager.allocate_new_blocks", "num_required_blocks = cdiv(num_tokens, self.block_size)",
+      "SingleTypeKVCacheManager.allocate_new_blocks",
+      "num_required_blocks = cdiv(num_tokens, self.block_size)",
       "num_required_blocks = cdiv(num_tokens - 1, self.block_size)"),
     M("one-block-more", "leak", "one block more than the tokens need is allocated",
-      "SingleTypeKVCacheManager.allocate_new_blocks", "num_required_blocks = cdiv(num_tokens, self.block_size)",
+      "SingleTypeKVCacheManager.allocate_new_blocks",
+      "num_required_blocks = cdiv(num_tokens, self.block_size)",
       "num_required_blocks = cdiv(num_tokens, self.block_size) + 1"),
     M("pool-one-block-short", "off by one", "a step may need one block more than is free",
       SLOTS, "if required_blocks > available_blocks:", "if required_blocks > available_blocks + 1:"),

@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM's own tests with the exported checks, for `make proof NAME=upstream ARGS=--level=checks`.
+"""A pytest plugin for `make proof NAME=upstream ARGS=--level=checks`: the exported checks in vLLM's tests.
 
 `-p upstream_checks` calls `assert_kv_invariants` after each `schedule()` and `update_from_output()` of each
 scheduler. The file of the checks is run as it is exported, and kvledger is not imported.

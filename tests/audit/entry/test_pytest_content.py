@@ -14,7 +14,10 @@ pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[3]
 ENGINE = """
+    from kvledger.audit.demo.process import settle_environment
     from tests.engines.content_run import engine, generate, prompts
+
+    settle_environment(in_process=True)
 
     def test_twice(tmp_path):
         llm = engine(tmp_path)
@@ -41,7 +44,9 @@ def test_a_scheduler_without_a_worker_is_observed_at_level_blocks(pytester: pyte
     result = pytester.runpytest_inprocess("-p", pytest_plugin.__name__, "--kvledger=content")
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines("kvledger: 1 left alone: observed at level blocks only: no worker*")
+    result.stdout.fnmatch_lines(
+        "kvledger: 1 left alone: observed at level blocks only: its engine has no worker*"
+    )
 
 
 def run_engine(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, added: int) -> pytest.RunResult:
