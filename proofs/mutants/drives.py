@@ -63,11 +63,13 @@ def drives() -> dict[str, Callable[[Any], Any]]:
     from tests.differential.player import play
     from tests.differential.random_histories import draw
     from tests.scenarios.corpus import runnable
+    from tests.scenarios.driving import start
 
     from kvledger.audit.conformance.driver import Driver
 
     logging.disable(logging.ERROR)
     Driver.run.__defaults__ = (STEPS,)
+    start(connector="scripted")  # imports vLLM, which takes longer than a drive may
 
     def history(seed: int, attach: Any) -> None:
         played = play(draw(seed), attach)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
 UPSTREAM = ROOT / ".upstream"
 FORGED = {
-    "test_abort_request_when_structured_output": "puts a request into the queue of running ones without a block",
+    "test_abort_request_when_structured_output": "has a Mock in place of the KV cache manager",
     "test_stop_via_update_from_output": "puts requests into the queue of running ones without a block",
     "test_update_from_output_routes": "puts requests into the queue of running ones without a block",
     "test_cow_retentions_deferred": "takes blocks from the pool for no request",

@@ -51,7 +51,7 @@ def test_a_mutant_is_found_and_the_engine_is_restored(
     name: str, drive: str, level: str, finding: tuple[str, str | None]
 ) -> None:
     with applied(BY_NAME[name]):
-        found = drives.seen(drive, level).findings
+        seen = drives.seen(drive, level)
 
-    assert finding in found
+    assert finding in seen.findings, seen.raised
     assert {} == drives.seen(drive, level).findings
