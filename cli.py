@@ -1014,6 +1014,19 @@ def bisect(
     return Report(result, report.render, None, report.as_data, 0 if result.first_bad else 1)
 
 
+@command(opt.TRY, "export-checks -o tests/kv_invariants.py", name="export-checks")
+def export_checks(
+    output: Path = option("--output -o FILE", "The file to write; - prints it.", Path("-")),
+) -> None:
+    """Write checks of the KV cache for vLLM's own tests: one Python file that imports nothing of kvledger.
+
+    The file has assert_kv_invariants(scheduler), to be called after schedule() and update_from_output().
+    """
+    from .audit.entry.export_checks import export
+
+    export(output)
+
+
 # --- other ----------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ NAMES = (
     "content_sketches",
     "gpu_engine",
     "long_run",
+    "mutants",
     "parallel",
     "pictures",
     "repro",

@@ -30,6 +30,14 @@ class FirstStep:
         self._replaced = {name: self._replace(name) for name in self._below}
         """What the scheduler has in place of its methods until its first step."""
 
+    @property
+    def missed(self) -> bool:
+        """Whether the scheduler took steps, none of them by a call of its own ``schedule()``.
+
+        A test may call the class's method with the scheduler. Releases that count no steps answer False.
+        """
+        return self._observe is not None and getattr(self._scheduler, "current_step", 0) > 0
+
     def _replace(self, name: str) -> Callable[..., Any]:
         @functools.wraps(self._below[name])
         def replaced(*args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,8 @@ class AuditedInstance:
         """Audit what was observed so far."""
         if self._observer.pools is not None:
             self._observer.pools.emit_all_calls()
+        if getattr(self._observer, "content", None) is not None:
+            self._observer.content.emit_counts()
         self._feed()
 
     def end(self) -> tuple[list[Violation], list[str]]:

@@ -21,7 +21,9 @@ import pytest
 from ..checks.findings import Found
 from ..checks.registry import Violation
 from ..engines import blocks_out_of_reach, choose, host_version
+from ..engines.content.attached import worker_of
 from ..engines.pool.manager_observer import ManagerObserver
+from ..engines.v1_since_0_27 import V1Observer
 from ..journal.memory_recorder import MemoryRecorder
 from .first_step import FirstStep
 from .import_watch import ImportWatch
@@ -43,6 +45,11 @@ from .pytest_settings import (
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
+CORE = "vllm.v1.engine.core"
+
+
+PASSED_BY = "its steps were no calls of scheduler.schedule(), but of the class's method"
+"""Why a scheduler was not observed that took steps."""
 
 
 class _ObservedMock:
@@ -84,32 +91,37 @@ class LedgerPlugin:
         """What the running test built and is being observed."""
         self.running = TestAudits()
         """The same, for the fixture ``kvledger_audit``."""
+        self._cores: list[Any] = []
+        """The engine cores that the running test has built, in whose workers contents are verified."""
         self._building = 0
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []
         """Class, attribute name and original of each wrapped attribute."""
+        self._expected: list[FirstStep] = []
+        """The schedulers of the running test, each observed from its first step on."""
         self._unobserved: list[str] = []
         """Why schedulers of the running test could not be observed."""
         self._left_alone: list[str] = []
         """Why blocks could not be."""
-        self._imports = ImportWatch((SCHEDULER, MANAGER), self._wrap)
+        self._imports = ImportWatch((SCHEDULER, MANAGER, CORE), self._wrap)
         """Wraps vLLM's classes also if a test, or an engine that it builds, is the first to import them."""
 
     # --- engines that a test builds --------------------------------------------------------------
 
     def _wrap(self) -> None:
-        """Wrap vLLM's two classes, if they are imported."""
-        for name, attribute, observe in (
-            (SCHEDULER, "Scheduler", self._expect_first_step),
-            (MANAGER, "KVCacheManager", self._observe_manager),
+        """Wrap vLLM's three classes, if they are imported."""
+        for name, attribute, wrap, observe in (
+            (SCHEDULER, "Scheduler", self._observe_instances, self._expect_first_step),
+            (MANAGER, "KVCacheManager", self._observe_instances, self._observe_manager),
+            (CORE, "EngineCore", self._after_init, self._cores.append),
         ):
             class_ = getattr(sys.modules.get(name), attribute, None)
             if class_ is not None and not any(class_ is wrapped for wrapped, *_ in self._wrapped):
-                self._observe_instances(class_, observe)
+                wrap(class_, observe)
 
     def _expect_first_step(self, scheduler: Any) -> None:
         if self._wanted.level:
-            FirstStep(scheduler, self._observe_scheduler)
+            self._expected.append(FirstStep(scheduler, self._observe_scheduler))
 
     def _observe_instances(self, class_: Any, observe: Any) -> None:
         original = class_.__init__
@@ -126,6 +138,16 @@ class LedgerPlugin:
 
         self._set(class_, "__init__", init)
 
+    def _after_init(self, class_: Any, built: Callable[[Any], None]) -> None:
+        original = class_.__init__
+
+        @functools.wraps(original)
+        def init(instance: Any, *args: Any, **kwargs: Any) -> None:
+            original(instance, *args, **kwargs)
+            built(instance)
+
+        self._set(class_, "__init__", init)
+
     def _set(self, class_: Any, name: str, function: Any) -> None:
         self._wrapped.append((class_, name, class_.__dict__[name]))
         setattr(class_, name, function)
@@ -136,7 +158,7 @@ class LedgerPlugin:
         sink = MemoryRecorder()
         try:
             observer_class, level = choose(scheduler), self._wanted.level
-            reason = blocks_out_of_reach(scheduler) if level == "blocks" else ""
+            reason = blocks_out_of_reach(scheduler) if level != "tokens" else ""
             if reason:
                 self._left_alone.append(f"observed at level tokens only: {reason}")
                 level = "tokens"
@@ -144,12 +166,29 @@ class LedgerPlugin:
                 scheduler, sink, version=host_version(), level=level, stacks=self._stacks
             )
             self._keep(observer, sink)
+            if level == "content":
+                self._verify_contents(observer)
             _keep_mocks(scheduler, scheduler.kv_cache_manager, getattr(scheduler, "connector", None))
         except Exception as error:
             self._unobserved.append(f"{type(error).__name__}: {error}")
 
+    def _verify_contents(self, observer: Any) -> None:
+        """Verify the KV in the blocks of an engine whose worker runs here, as ``attach`` does."""
+        worker = self._worker(observer.scheduler)
+        if worker is None or not isinstance(observer, V1Observer):
+            self._left_alone.append("observed at level blocks only: its engine has no worker in this process")
+            return
+        observer.watch_worker()
+        observer.watch_content(worker)
+        if observer.content is None:
+            self._left_alone.append("observed at level blocks only: vLLM's log says why")
+
+    def _worker(self, scheduler: Any) -> Any:
+        """The worker of the engine core that has this scheduler; None if no core of this process has it."""
+        return next((worker_of(core) for core in self._cores if core.scheduler is scheduler), None)
+
     def _observe_manager(self, manager: Any) -> None:
-        if self._wanted.level != "blocks":
+        if self._wanted.level in ("", "tokens"):
             return
         sink = MemoryRecorder()
         try:
@@ -191,8 +230,11 @@ class LedgerPlugin:
     def _report(self, item: pytest.Item) -> str:
         """End the audits of a test: its findings become properties; the text is that of its failure."""
         audited, self._audited = self._audited, []
+        self._cores.clear()
         left_alone, self._left_alone = self._left_alone, []
         unobserved, self._unobserved = self._unobserved, []
+        unobserved += [PASSED_BY for expected in self._expected if expected.missed]
+        self._expected.clear()
         properties, lines = item.user_properties, list[str]()
         if audited:
             properties.append((ENGINES, f"{self._wanted.level} {len(audited)}"))

@@ -2,6 +2,7 @@
 
     pytest --kvledger                 fail each test whose vLLM engine breaks an invariant
     pytest --kvledger=tokens          the same, observing tokens only
+    pytest --kvledger=content         the same, verifying the KV in the blocks too, where a test runs a worker
     kvledger = blocks                 the same for every run, in the ini file
     @pytest.mark.kvledger             the same for one test
     def test(kvledger_audit): ...     the same, and the test can read the figures
@@ -22,6 +23,7 @@ import pytest
 
 from .pytest_settings import (
     ALLOWED,
+    DEFAULT,
     DRIFT,
     ENGINES,
     EXAMINED,
@@ -149,7 +151,7 @@ class Summary:
             return
         terminalreporter.section(NAME)
         violations = sum(self._findings[VIOLATION].values())
-        for level in self._engines or [self._level or LEVELS[-1]]:
+        for level in self._engines or [self._level or DEFAULT]:
             terminalreporter.write_line(
                 f"kvledger: {self._engines[level]} engines observed at level {level}, "
                 f"{sum(self._left_alone.values())} left alone, {violations} violations"

@@ -11,8 +11,10 @@ import pytest
 
 NAME = "kvledger"
 """The name of the entry point, of the option, of the ini option and of the marker."""
-LEVELS = ("tokens", "blocks")
-"""As ``audit.engines.LEVELS``, which cannot be imported here, without ``content``: tests run no model."""
+LEVELS = ("tokens", "blocks", "content")
+"""As ``audit.engines.LEVELS``, which cannot be imported here."""
+DEFAULT = "blocks"
+"""The level of a test that is observed and names none."""
 OFF = "off"
 """The level at which a marked test is not observed."""
 FIXTURE = "kvledger_audit"
@@ -45,12 +47,12 @@ def wanted(item: pytest.Item) -> Wanted:
     allowed = {*config.getoption("--kvledger-allow"), *config.getini("kvledger_allow")}
     level = run_level(config)
     if not level and FIXTURE in getattr(item, "fixturenames", ()):
-        level = LEVELS[-1]
+        level = DEFAULT
     for place, marker in enumerate(item.iter_markers(NAME)):
         named, more = _arguments(item, marker)
         allowed |= more
         if not place:
-            level = named or level or LEVELS[-1]
+            level = named or level or DEFAULT
     return Wanted("" if level == OFF else level, frozenset(allowed))
 
 

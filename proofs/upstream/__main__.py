@@ -12,7 +12,8 @@ include it. `--write` writes docs/upstream-tests.md, with the last outcomes of r
 
 With `--level=content` the files that build schedulers or engines run at level `content`
 (`upstream_contents.py`), on CONTENT_RELEASES, and `--write` writes the section of docs/upstream-tests.md on
-that level.
+that level. With `--level=checks` the exported checks take the place of kvledger (`upstream_checks.py`); their
+outcomes go into docs/mutants.md.
 """
 
 from __future__ import annotations
@@ -108,10 +109,11 @@ OPTIONS = {
     "": (),
     "blocks": ("--kvledger=blocks",),
     "content": ("--kvledger=blocks", "-p", "upstream_contents"),
+    "checks": ("-p", "upstream_checks"),
 }
 """Pytest's options, by level."""
 
-SUFFIX = {"": "", "blocks": "-kvledger", "content": "-content"}
+SUFFIX = {"": "", "blocks": "-kvledger", "content": "-content", "checks": "-checks"}
 """What the names of logs end with, by level."""
 
 MODELS = {
@@ -240,7 +242,7 @@ def read_report(report: Path, files: Sequence[str]) -> Passed:
 def run(release: str, level: str) -> list[Outcome]:
     """Run every file that the release has, without and with kvledger, and print the totals."""
     files = [file for file in FILES if (sources(release) / "tests" / file).exists()]
-    files = [file for file in files if level != "content" or file not in WITHOUT_SCHEDULER + LONG]
+    files = [file for file in files if level == "blocks" or file not in WITHOUT_SCHEDULER + LONG]
     models()
     print(f"{release} at level {level} ...", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(2) as two:
@@ -345,7 +347,7 @@ CONTENT_WORDS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    level = "content" if "--level=content" in arguments else "blocks"
+    level = next((word[8:] for word in arguments if word.startswith("--level=")), "blocks")
     every = list(CONTENT_RELEASES if level == "content" else RELEASES)
     names = [word for word in arguments if not word.startswith("--")] or every
     build([name for name in names if name != "0.32.0"])
@@ -354,7 +356,7 @@ def main(arguments: Sequence[str]) -> int:
     for outcome in outcomes:
         for name in outcome.unexpected:
             print(f"found: {outcome.release} {name}")
-    if "--write" in arguments:
+    if "--write" in arguments and level != "checks":
         old = PAGE.read_text() if PAGE.exists() else ""
         PAGE.write_text(page(old, level, last_outcomes(every, level)))
     return 1 if any(outcome.unexpected for outcome in outcomes) else 0

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.engines.content.attached import watch_content, worker_of
-from kvledger.audit.entry.pytest_observer import SCHEDULER, LedgerPlugin
+from kvledger.audit.engines.content.attached import watch_content
+from kvledger.audit.entry.pytest_observer import CORE, SCHEDULER, LedgerPlugin
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = "vllm.v1.engine.core"
 COUNTS = "kvledger.contents"
 """The name of the property with the counts, as JSON."""
 REFUSED = "refused"
@@ -95,8 +94,6 @@ class ContentPlugin(LedgerPlugin):
 
     def __init__(self) -> None:
         super().__init__(stacks=False)
-        self._cores: list[Any] = []
-        """The engine cores that the running test has built."""
         self._refused = 0
 
     def _wrap(self) -> None:
@@ -104,24 +101,11 @@ class ContentPlugin(LedgerPlugin):
             for name in (SCHEDULER, CORE):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
-        core = getattr(sys.modules.get(CORE), "EngineCore", None)
-        if core is not None and not any(core is wrapped for wrapped, *_ in self._wrapped):
-            self._remember_cores(core)
         scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
         if scheduler is not None and not any(scheduler is wrapped for wrapped, *_ in self._wrapped):
             self._execute_steps(scheduler)
             self._observe_instances(scheduler, self._expect_first_step)
         super()._wrap()
-
-    def _remember_cores(self, class_: Any) -> None:
-        original = class_.__init__
-
-        @functools.wraps(original)
-        def init(core: Any, *args: Any, **kwargs: Any) -> None:
-            original(core, *args, **kwargs)
-            self._cores.append(core)
-
-        self._set(class_, "__init__", init)
 
     def _execute_steps(self, class_: Any) -> None:
         """Execute the steps of schedulers without a worker."""
@@ -153,9 +137,9 @@ class ContentPlugin(LedgerPlugin):
         scheduler = getattr(observer, "scheduler", None)
         if scheduler is None or not hasattr(observer, "content"):
             return
-        core = next((core for core in self._cores if core.scheduler is scheduler), None)
-        if core is not None:
-            observer.watch_content(worker_of(core))
+        worker = self._worker(scheduler)
+        if worker is not None:
+            observer.watch_content(worker)
         else:
             scheduler.kvledger_execution = Execution(scheduler)
             runner = scheduler.kvledger_execution.runner
@@ -165,7 +149,7 @@ class ContentPlugin(LedgerPlugin):
         self._refused += observer.content is None
 
     def _report(self, item: pytest.Item) -> str:
-        audited, self._cores = list(self._audited), []
+        audited = list(self._audited)
         text = super()._report(item)
         sums: dict[str, int] = {REFUSED: self._refused}
         self._refused = 0
