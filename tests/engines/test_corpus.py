@@ -45,14 +45,13 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
     "local_hit_fails_sync": {FAILED_LOAD_COUNTED},
     "local_hit_fails_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
-    **dict.fromkeys(
-        (
-            *("aborted_in_remote_wait", "abort_everywhere_sync", "abort_everywhere_async"),
-            *("abort_before_output_sync", "abort_before_output_async"),
-            *("load_failure_async_policy_fail_sync", "load_failure_async_policy_fail_async"),
-        ),
-        {HANDED_UNLOADED},
-    ),
+    "aborted_in_remote_wait": {HANDED_UNLOADED},
+    "abort_everywhere_sync": {HANDED_UNLOADED},
+    "abort_everywhere_async": {HANDED_UNLOADED},
+    "abort_before_output_sync": {HANDED_UNLOADED},
+    "abort_before_output_async": {HANDED_UNLOADED},
+    "load_failure_async_policy_fail_sync": {HANDED_UNLOADED},
+    "load_failure_async_policy_fail_async": {HANDED_UNLOADED},
     "oversized_prompt_sync": {STANDSTILL},
     "oversized_prompt_async": {STANDSTILL},
 }
