@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
 from ..events import Admitted, Matched, Reported, Tracked
-from ..ledger.entries import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
+from ..ledger.entries import (
+    Entry,
+    ExternalTokensLost,
+    FailedBlocksKept,
+    Handover,
+    Overdue,
+    Unpromised,
+    Unsaved,
+)
 from ..ledger.load_postings import OVERDUE_SECONDS
 from .kinds import NOTHING, RESET_CACHE
 from .registry import (
@@ -237,6 +245,34 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
     saved_tokens = max(subject.saved_tokens, entry.account.saved_tokens)
     if saved_tokens < subject.due_tokens:
         yield Witness(saved_tokens=saved_tokens, due_tokens=subject.due_tokens)
+
+
+@invariant(
+    "connector/failed-block-kept",
+    on=(FailedBlocksKept,),
+    message="A load of request {request} failed, but the engine keeps {computed_tokens} computed tokens: "
+    "{tokens} of them, from position {start} up, are at or above block {block}, which was not loaded.",
+    near_misses=(
+        "a load that failed in part: the tokens below the first failed block are kept",
+        "blocks of another request that failed in the same step",
+    ),
+)
+def failed_block_kept(entry: Entry) -> Iterator[Witness]:
+    """After a failed load the engine keeps no token at or above the first block that failed.
+
+    The blocks are those that the engine was told to have failed, in the order of the request's own promise.
+    Violated when the engine's count is above the first of them: the request then reads KV that was not
+    loaded.
+    """
+    subject = entry.subject
+    assert isinstance(subject, FailedBlocksKept)
+    yield Witness(
+        computed_tokens=subject.end,
+        start=subject.start,
+        tokens=subject.end - subject.start,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+    )
 
 
 @invariant(

@@ -64,6 +64,14 @@ class Overdue(NamedTuple):
     done: bool = False
 
 
+class FailedBlocksKept(NamedTuple):
+    """After a failed load, the engine counts positions [start, end) as computed, of blocks that failed."""
+
+    start: int
+    end: int
+    blocks: list[int]
+
+
 class Handover(NamedTuple):
     """What a connector was handed when a request ended, beside the account.
 
@@ -341,6 +349,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | ExternalTokensLost
         | Overdue
         | Handover
+        | FailedBlocksKept
         | Stalled
         | StoodStill
         | Livelocked

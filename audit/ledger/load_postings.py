@@ -14,7 +14,7 @@ from ..figures.sums import add_tokens
 from .account import Account
 from .accounts import account_of, add_line, enter, enter_computed, find_account, roll_back
 from .counting_rules import load_failed
-from .entries import Entry, ExternalTokensLost, Handover, Overdue, Unpromised, Unsaved
+from .entries import Entry, ExternalTokensLost, FailedBlocksKept, Handover, Overdue, Unpromised, Unsaved
 from .ledger_state import LedgerState
 from .life import Life
 from .position_ranges import EXTERNAL
@@ -75,7 +75,20 @@ def _load_failed(state: LedgerState, event: ev.LoadFailed) -> None:
         for flight in account.in_flight:
             if flight.life is life and flight.invalid_from < 0:
                 flight.invalid_from = valid
+        _compare_failed_blocks(state, account, life, event)
     enter(state, event, account)
+
+
+def _compare_failed_blocks(state: LedgerState, account: Account, life: Life, event: ev.LoadFailed) -> None:
+    """Make an entry if the engine keeps positions of a promised block that failed."""
+    promise = state.transfers.promises.get(event.request)
+    if promise is None or promise.life is not life:
+        return
+    failed = [block for block in promise.blocks if block in (event.failed_blocks or ())]
+    if failed and promise.position(failed[0]) < event.computed_tokens:
+        start = promise.position(failed[0])
+        subject = FailedBlocksKept(start, event.computed_tokens, failed)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
 def _blocks_promised(state: LedgerState, event: ev.BlocksPromised) -> None:

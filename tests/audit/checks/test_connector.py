@@ -14,7 +14,9 @@ from tests.audit.checks.false_reports import (
     with_report,
     without_drifts,
 )
+from tests.engines.observed import observe
 from tests.histories import events
+from tests.scenarios.driving import Attach, start
 
 from kvledger.audit.events import (
     Admitted,
@@ -25,6 +27,7 @@ from kvledger.audit.events import (
     FreeCompleted,
     FreeDelayed,
     HandedOver,
+    LoadFailed,
     LoadFinished,
     Matched,
     SavePlanned,
@@ -310,6 +313,37 @@ def test_blocks_without_positions_are_not_compared():
     stream = handed("A0+0 s100 o+ F", 100, 1)
 
     assert [] == violation_ids(altered(stream, HandedOver, room_tokens=-1))
+
+
+# --- connector/failed-block-kept -------------------------------------------------------------------
+
+
+def failed_blocks(attach: Attach = id) -> None:
+    """Request r loads ten blocks of 16 tokens; blocks 4 and 5 of them fail."""
+    driver = start(attach, connector="scripted")
+    driver.connector.answer_lookups("r", 160)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:6])
+    driver.run()
+
+
+@violates("connector/failed-block-kept")
+@pytest.mark.parametrize(("kept", "tokens"), [(80, 16), (96, 32), (65, 1)])
+def test_a_count_above_the_first_failed_block_is_found_at_level_tokens(kept: int, tokens: int):
+    _, stream = observe(failed_blocks)
+    auditor = audited(altered(stream, LoadFailed, computed_tokens=kept))
+
+    found = next(v for v in auditor.violations if v.id == "connector/failed-block-kept")
+
+    assert ("r", 64, tokens) == (found.request, found.figures["start"], found.figures["tokens"])
+
+
+@near_miss("connector/failed-block-kept")
+def test_the_tokens_below_the_first_failed_block_may_be_kept():
+    _, stream = observe(failed_blocks)
+
+    assert [] == [v for v in audited(stream).violations if v.severity == "violation"]
 
 
 # --- connector/handed-unloaded ---------------------------------------------------------------------
