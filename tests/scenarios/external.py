@@ -209,6 +209,24 @@ def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driv
     return driver
 
 
+@workload("failed load")
+def load_failure_read_by_a_neighbour(attach: Attach = id, **setup: Any) -> Driver:
+    """Request `b` shares blocks of `r` whose load fails, and runs on while `r` computes them in chunks."""
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 112)
+    driver.connector.answer_lookups("b", 0)
+    driver.add("r", 120, 8)
+    driver.add("b", 120, 8, shares=("r", 112))
+    driver.schedule()
+    scheduler = driver.scheduler
+    for config in (scheduler, scheduler.scheduler_config):
+        config.max_num_scheduled_tokens = config.max_num_batched_tokens = 64
+    scheduler.scheduler_config.long_prefill_token_threshold = 32
+    driver.output(invalid_blocks=driver.blocks("r")[2:7])
+    driver.run()
+    return driver
+
+
 @workload("failed load", "reset under running requests")
 def load_failure_then_reset(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails, and the cache is reset before the tokens are computed again."""
