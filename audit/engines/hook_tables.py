@@ -58,7 +58,13 @@ V1: tuple[Hook, ...] = (
         "lives.turn_stopped",
         deferred=True,  # see ``Steps.expect_sessions``
     ),
-    Hook("", "_update_request_as_session", (("session", "update"),), after="lives.session_extended"),
+    Hook(
+        "",
+        "_update_request_as_session",
+        (("session", "update"),),
+        "lives.session_extends",
+        "lives.session_extended",
+    ),
     Hook("", "shutdown", ((),), before="shutting_down"),
     Hook(
         "kv_cache_manager",
