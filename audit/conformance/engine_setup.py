@@ -225,8 +225,6 @@ def _vllm_config(setup: EngineSetup) -> Any:
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
         # Since 0.30 an engine core asks its workers: one tensor per layer, of [blocks, heads, tokens, ...].
         config.cache_config.kv_cache_layout = "LBHNC"
-    if "mamba" in setup.groups and hasattr(config.cache_config, "mamba_cache_mode"):
-        config.cache_config.mamba_cache_mode = "align"  # since 0.33 the only one that a prefix cache allows
     if setup.canvas:
         from vllm.config.diffusion import DiffusionConfig
 
@@ -314,7 +312,11 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
             of.SlidingWindowMLASpec, **shape, sliding_window=setup.sliding_window, bounded_replay=True
         ),
         "mamba": lambda: _call(
-            of.MambaSpec, block_size=setup.block_size, shapes=((1,),), dtypes=(torch.float32,)
+            of.MambaSpec,
+            block_size=setup.block_size,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",  # since 0.33 a prefix cache allows no other
         ),
     }
     groups = [
