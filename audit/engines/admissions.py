@@ -26,6 +26,8 @@ class Attempt(msgspec.Struct, gc=False):
     """An attempt to admit one waiting request in the current step."""
 
     request: Any
+    prompt: int
+    """The length of the prompt at the lookup."""
     looked_up: int
     """Tokens that the prefix-cache lookup returned; -1 if the engine used an older answer."""
     local: int
@@ -110,7 +112,7 @@ class Admissions:
             pools.looked_up(request_id)
         attempt = self.attempts.get(request_id)
         if attempt is None:
-            self.attempts[request_id] = Attempt(request, tokens, tokens)
+            self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)
         else:  # a second lookup in the step, after the connector's answer
             attempt.looked_up = attempt.local = tokens
 
@@ -118,7 +120,7 @@ class Admissions:
         """This step's attempt; a new one without a lookup where the engine used an older answer."""
         attempt = self.attempts.get(request.request_id)
         if attempt is None:
-            attempt = Attempt(request, -1, 0)
+            attempt = Attempt(request, request.num_prompt_tokens, -1, 0)
             self.attempts[request.request_id] = attempt
         return attempt
 
@@ -126,16 +128,17 @@ class Admissions:
         """``record_prefix_cache_stats`` counts the hit that the engine uses."""
         self.attempt(request).local = num_hits
 
-    def match_begins(self, request: Any, *_: Any) -> int:
-        """``get_num_new_matched_tokens`` is called: note the prompt, which the connector may cut."""
-        return int(request.num_prompt_tokens)
+    def match_begins(self, request: Any, *_: Any) -> None:
+        """``get_num_new_matched_tokens`` is called: the attempt has the prompt that the connector may cut."""
+        self.attempt(request)
 
-    def matched(self, prompt: int | None, result: Any, request: Any, num_computed_tokens: int) -> None:
+    def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         """``get_num_new_matched_tokens`` answered. Emits ``Matched`` with the admission."""
         attempt = self.attempt(request)
-        if prompt is not None and request.num_prompt_tokens != prompt:
+        if request.num_prompt_tokens != attempt.prompt:
             self._prompt_cut(request)
-            attempt.cut += prompt - request.num_prompt_tokens
+            attempt.cut += attempt.prompt - request.num_prompt_tokens
+            attempt.prompt = request.num_prompt_tokens
         attempt.queried = num_computed_tokens
         attempt.matched, attempt.asynchronous = result
 

@@ -56,11 +56,11 @@ class Admissions020(Admissions):
         self.not_admitted = NOTHING
         return counted
 
-    def matched(self, prompt: int | None, result: Any, request: Any, num_computed_tokens: int) -> None:
+    def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         attempt = self.attempt(request)
         if attempt.looked_up < 0:  # for hybrids with Mamba layers the scheduler asks the coordinator
             attempt.looked_up = attempt.local = num_computed_tokens
-        super().matched(prompt, result, request, num_computed_tokens)
+        super().matched(None, result, request, num_computed_tokens)
 
 
 class Lives020(Lives):
