@@ -33,11 +33,13 @@ class Expected(NamedTuple):
         return self.fault.findings if self.scenarios.findings is None else self.scenarios.findings
 
     def covers(self, name: str) -> bool:
-        """Whether they show it in a release of the matrix; one of LMCache has scenarios of its own."""
+        """Whether they show it in a release of the matrix; v0 and LMCache have scenarios of their own."""
         if self.scenarios.releases:
             return name in self.scenarios.releases
         of_lmcache = name.startswith("lmcache-")
         if of_lmcache != (self.fault.product == "lmcache") or not has(self.fault, name):
+            return False
+        if name.endswith("-v0") and "v0" not in self.fault.conditions:
             return False
         version = versions(name)[self.fault.product]
         first, last = (release(each) for each in (self.scenarios.first, self.scenarios.last))

@@ -73,8 +73,8 @@ class EngineSetup:
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
-    groups: tuple[Literal["full", "sliding", "cross", "replay"], ...] = ("full",)
-    """The kinds of KV cache groups. Replay: the last window of every hit is computed again."""
+    groups: tuple[Literal["full", "sliding", "cross", "replay", "mamba"], ...] = ("full",)
+    """The kinds of KV cache groups. Replay: the last window of every hit is computed again. Mamba: states."""
     sliding_window: int = 64
     """Also the length of a replayed window."""
     canvas: int = 0
@@ -310,6 +310,13 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
         "cross": lambda: _call(of.CrossAttentionSpec, **shape),
         "replay": lambda: _call(
             of.SlidingWindowMLASpec, **shape, sliding_window=setup.sliding_window, bounded_replay=True
+        ),
+        "mamba": lambda: _call(
+            of.MambaSpec,
+            block_size=setup.block_size,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",  # since 0.33 a prefix cache allows no other
         ),
     }
     groups = [

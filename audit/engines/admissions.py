@@ -128,6 +128,10 @@ class Admissions:
         """``record_prefix_cache_stats`` counts the hit that the engine uses."""
         self.attempt(request).local = num_hits
 
+    def match_begins(self, request: Any, *_: Any) -> None:
+        """``get_num_new_matched_tokens`` is called: the attempt has the prompt that the connector may cut."""
+        self.attempt(request)
+
     def matched(self, _: None, result: Any, request: Any, num_computed_tokens: int) -> None:
         """``get_num_new_matched_tokens`` answered. Emits ``Matched`` with the admission."""
         attempt = self.attempt(request)

@@ -50,6 +50,8 @@ class Lives:
         """Ids of the requests that ended while the scheduler processed the current output."""
         self.output: tuple[int, Any, list[int]] | None = None
         """The output being processed: its time, the model's output, and the tokens sampled a request."""
+        self._stopping: int | None = None
+        """The computed count of the session for which ``_handle_stopped_request`` runs."""
         self._resetting_in = NO_STEP
         """The step in which ``reset_prefix_cache`` is running."""
         self._trims_drafts: bool = hasattr(self._scheduler, "deferred_loads")
@@ -132,32 +134,27 @@ class Lives:
 
     # --- sessions ---------------------------------------------------------------------------------------
 
-    def stop_begins(self, request: Any) -> int:
-        """``_handle_stopped_request`` is called: note the computed count.
+    def stop_begins(self, request: Any) -> None:
+        """``_handle_stopped_request`` is called: note the computed count, which it may lower."""
+        self._stopping = int(request.num_computed_tokens) if request.resumable else None
 
-        The method also takes a queued chunk, whose ``Extended`` must come after the turn's end.
-        """
-        if request.resumable and request.streaming_queue:
-            self._turn_ends(request, request.num_computed_tokens)
-        return int(request.num_computed_tokens)
+    def turn_stopped(self, _: None, __: bool, request: Any) -> None:
+        """The session has ended, or waits for its next chunk. Emits ``RolledBack``."""
+        self._turn_ends(request)
 
-    def turn_stopped(self, before: int | None, finished: bool, request: Any) -> None:
-        """The request waits for its next chunk. Emits ``RolledBack``."""
-        if before is None or finished or request.status.name != "WAITING_FOR_STREAMING_REQ":
+    def session_extends(self, session: Any, *_: Any) -> None:
+        """``_update_request_as_session`` is called: a queued chunk ends the turn at once."""
+        self._turn_ends(session)
+
+    def _turn_ends(self, request: Any) -> None:
+        """Emit ``RolledBack``: from the count at the stop to the one that the engine keeps."""
+        before, self._stopping = self._stopping, None
+        if before is None:
             return
-        self._turn_ends(request, before)
-
-    def _turn_ends(self, request: Any, before: int) -> None:
         before = self._past_stop(request, before)
         if self._counts.of(request)[1]:
             self.draining.add(request.request_id)
-        self._loads.emit_rolled_back(request, "session", before, self.kept(request, before))
-
-    def kept(self, request: Any, before: int) -> int:
-        """The computed count that an ended turn leaves to the next one: without placeholders."""
-        if request.status.name == "WAITING_FOR_STREAMING_REQ":
-            return int(request.num_computed_tokens)
-        return before - int(request.num_output_placeholders)
+        self._loads.emit_rolled_back(request, "session", before, request.num_computed_tokens)
 
     def session_extended(self, _: None, __: None, session: Any, *___: Any) -> None:
         """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""

@@ -58,7 +58,13 @@ V1: tuple[Hook, ...] = (
         "lives.turn_stopped",
         deferred=True,  # see ``Steps.expect_sessions``
     ),
-    Hook("", "_update_request_as_session", (("session", "update"),), after="lives.session_extended"),
+    Hook(
+        "",
+        "_update_request_as_session",
+        (("session", "update"),),
+        "lives.session_extends",
+        "lives.session_extended",
+    ),
     Hook("", "shutdown", ((),), before="shutting_down"),
     Hook(
         "kv_cache_manager",
@@ -79,7 +85,14 @@ V1: tuple[Hook, ...] = (
         after="admissions.local_hit_used",
         deferred=True,  # see ``Admissions.started``
     ),
-    Hook("connector", "get_num_new_matched_tokens", (), after="admissions.matched", optional=True),
+    Hook(
+        "connector",
+        "get_num_new_matched_tokens",
+        (),
+        "admissions.match_begins",
+        "admissions.matched",
+        optional=True,
+    ),
     Hook("connector", "update_state_after_alloc", (), after="admissions.promised", optional=True),
     Hook("connector", "build_connector_meta", (), after="admissions.load_planned", optional=True),
 )

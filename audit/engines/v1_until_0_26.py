@@ -91,9 +91,6 @@ class Lives020(Lives):
                 self.draining.discard(request.request_id)
         return dropped
 
-    def kept(self, request: Any, before: int) -> int:
-        return before
-
 
 class V1Observer020(V1Observer):
     """Observes one scheduler of 0.20 to 0.25."""

@@ -38,7 +38,8 @@ _SCENARIOS = {
         preempted_in_prefill_sync reset_running_async reset_running_speculative reset_running_sync
         resumed_with_chunks_in_flight_producer session_async session_async_speculative
         session_speculative session_sync speculative_async speculative_async_eagle speculative_eagle
-        speculative_sync window_leaves_blocks_three_groups window_leaves_blocks_two_groups
+        speculative_sync states_cut_async states_cut_sync window_leaves_blocks_three_groups
+        window_leaves_blocks_two_groups
     """,
     "later-source-missing": """
         asked_again_after_preemption

@@ -76,6 +76,18 @@ def external_async(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("hybrid connector", **BOTH)
+def states_cut(attach: Attach = id, **setup: Any) -> Driver:
+    """The connector cuts the last token off a prompt, whose states it could not hand over."""
+    driver = start(
+        attach, connector="scripted", groups=("full", "mamba"), max_batched_tokens=32, blocks=128, **setup
+    )
+    driver.connector.script.cut.add("r")
+    driver.add("r", 64, 1)
+    driver.run()
+    return driver
+
+
 @workload("hybrid connector", "replayed window", **BOTH)
 def replayed_window(attach: Attach = id, **setup: Any) -> Driver:
     """Hits within the replayed window of 64 tokens, which are given up, and longer ones.

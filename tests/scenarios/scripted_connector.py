@@ -80,6 +80,8 @@ class Script:
     stored: dict[str, tuple[int, bool]] = field(default_factory=dict)
     delay_free: set[str] = field(default_factory=set)
     """Requests whose blocks stay allocated after they finish, until `finished_sending` lists them."""
+    cut: set[str] = field(default_factory=set)
+    """Requests whose prompt loses its last token when the connector is asked, as NIXL does for states."""
     failing: set[str] = field(default_factory=set)
     """Names of methods that raise AssertionError."""
     calls: list[Call] = field(default_factory=list)
@@ -127,6 +129,11 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._fail("get_num_new_matched_tokens")
+        if request.request_id in self.script.cut:
+            self.script.cut.discard(request.request_id)
+            request.prompt_token_ids.pop()
+            request._all_token_ids.pop()
+            request.num_prompt_tokens -= 1
         answer = self._answer(request, num_computed_tokens)
         self._answered[request.request_id] = answer[1]
         self.script.calls.append(LookupCall(request.request_id, num_computed_tokens, answer))

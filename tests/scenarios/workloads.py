@@ -159,6 +159,19 @@ def session(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("session", sync={}, **{"async": {"asynchronous": True}})
+def session_closed(attach: Attach = id, **setup: Any) -> Driver:
+    """The session's end arrives before its turn stops, with as many steps in flight as the engine lets."""
+    driver = start(attach, **setup)
+    driver.add("s", 40, 3, resumable=True)
+    driver.step()
+    driver.close("s")
+    for _ in range(3):
+        driver.schedule()
+    driver.run()
+    return driver
+
+
 @workload(**BOTH)
 def pooling(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, pooling=True, max_batched_tokens=64, **setup)
