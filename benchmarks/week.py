@@ -162,7 +162,7 @@ def _run(words: str, command: Sequence[str], cwd: Path) -> Timed:
         helper = [sys.executable, "-S", "-c", HELPER, used.name, *command]
         done = subprocess.run(helper, check=True, capture_output=True, text=True, cwd=cwd)
         wall, cpu, mib = map(float, used.read().split())
-    return Timed(words, wall, cpu, mib, (done.stdout or done.stderr).splitlines()[0])
+    return Timed(words, wall, cpu, mib, " ".join((done.stdout or done.stderr).splitlines()[:2]))
 
 
 TableRow = tuple[str, ...]

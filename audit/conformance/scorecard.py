@@ -42,7 +42,7 @@ PACKAGES = ("lmcache", "nixl")
 DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
 """Known connectors that read KV from another engine and have no store."""
 
-VLLM_FAULTS = {"tokens/in-flight": "load fails"}
+VLLM_FAULTS = dict.fromkeys(("tokens/in-flight", "tokens/without-token"), "load fails")
 """Findings that vLLM itself causes with any connector (``docs/findings.md``): by id, the beginning of
 the titles of the situations that show them."""
 

@@ -22,6 +22,7 @@ from .accounts import (
     enter,
     enter_computed,
     enter_reported,
+    enter_subjects,
     make_unknown,
     open_account,
     roll_back,
@@ -230,7 +231,7 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
     if not life.ran:
         never_ran(state, account, life)
     if state.blocks.lives:
-        state.blocks.life_ends(account, life, cause)
+        enter_subjects(state, state.blocks.life_ends(account, life, cause), state.step)
     life.discarded = account.computed
     life.ended_at, life.ended_by = state.at, cause
     if account.computed:

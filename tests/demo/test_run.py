@@ -206,7 +206,8 @@ def test_the_terminal_output_names_the_next_commands(
     journal = tmp_path / "demo" / "journal"
 
     assert shown.startswith("The injected defect negative-local-hit was found: tokens/negative\n")
-    assert shown.splitlines()[2].startswith("violated: 1 request, ")
+    assert shown.splitlines()[2].startswith("violated at level tokens: counts, ")
+    assert shown.splitlines()[3].startswith("1 request, ")
     output = "".join(shown.split())
     for command in (f"audit {journal}", f"show {journal} request-0", "explain tokens/negative"):
         assert f"kvledger {command}".replace(" ", "") in output
@@ -224,7 +225,8 @@ def test_the_output_ends_with_what_to_type_for_a_server_a_notebook_and_ci(
     assert "KVLEDGER_DIR=~/kvledger vllm serve MODEL" in words
     assert "%load_ext kvledger" in words
     assert any(line.startswith("pytest --kvledger") for line in words)
-    assert lines[0].startswith("clean: 1 request")
+    assert lines[0].startswith("clean at level tokens: counts, ")
+    assert lines[1].startswith("1 request")
     assert len(lines) <= 59  # the set-up and the start of the engine have a line each
 
 

@@ -220,7 +220,7 @@ def test_strict_raises_at_the_step_that_violates() -> None:
     with attach(driver.scheduler, strict=True) as audit:
         driver.schedule()
         driver.output(invalid_blocks=driver.blocks("r")[4:10])
-        with pytest.raises(AuditError, match="tokens/in-flight") as caught:
+        with pytest.raises(AuditError, match="tokens/without-token") as caught:
             driver.run()
 
     assert "r" == caught.value.violation.request

@@ -66,8 +66,6 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
-        self.ended: list[BlockFinding] = []
-        """Subjects about blocks of lives that this event has ended."""
         self.accounts: Accounts = {}
         """The open accounts, by request number."""
 

@@ -69,7 +69,7 @@ class BlockLedger(Holdings):
 
         ``is_scheduled``: whether the last step that was posted scheduled a request.
         """
-        self.findings, self.ended = self.ended, []
+        self.findings = []
         self.accounts = accounts
         if self.newly_cached and type(event) not in _SCHEDULING:
             hashes.check_pending(self)
@@ -90,8 +90,8 @@ class BlockLedger(Holdings):
         """Note that external tokens [start, end) of a life were lost for ``cause``."""
         reads.lost(self, request, life, start, end, cause)
 
-    def life_ends(self, account: Account, life: Life, cause: str) -> None:
-        """A life ends; its account has the last counts. Called before the event of the end is posted."""
-        self.findings, found = [], self.findings
+    def life_ends(self, account: Account, life: Life, cause: str) -> list[BlockFinding]:
+        """A life ends; its account has the last counts. Return the subjects about its blocks."""
+        self.findings = []
         provenance.life_ends(self, account, life, cause)
-        self.findings, self.ended = found, [*self.ended, *self.findings]
+        return self.findings
