@@ -78,6 +78,7 @@ def forget(state: LedgerState, reason: str) -> None:
     state.delayed_frees = {}
     state.finished_transfers = {}
     state.lost_track = reason
+    state.steps_in_flight_known = False
     state.lookups_unsure = True
     state.blocks.forget()
     state.transfers.forget()
@@ -109,6 +110,8 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
     state.lost_track = None
     if begins_here:
         state.skip_deliveries = event.undelivered_steps
+        if not event.undelivered_steps and not any(row.in_flight_tokens > 0 for row in event.rows):
+            state.steps_in_flight_known = True
     named = set()
     for row in event.rows:
         named.add(row.request)

@@ -60,10 +60,11 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
 def _compare_sequence(state: LedgerState, account: Account, drafts: int, computed: int) -> None:
     """Make an entry if a step computes positions for which no step in flight can bring a token.
 
-    Nothing is compared if the engine's count is another, which has an entry of its own, or while steps are in
-    flight that were scheduled before the journal began.
+    Nothing is compared if the engine's count is another, which has an entry of its own, or while a step may
+    be in flight that was not posted.
     """
-    if computed != account.computed or not state.sampled_beside_drafts or state.skip_deliveries:
+    known = state.steps_in_flight_known and not state.skip_deliveries
+    if computed != account.computed or not state.sampled_beside_drafts or not known:
         return
     earlier = list(account.in_flight)[:-1]
     to_come = sum(1 + each.drafts for each in earlier if each.invalid_from < 0 and not each.overrun)

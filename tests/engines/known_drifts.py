@@ -26,6 +26,7 @@ _SCENARIOS = {
         load_failure_then_reset local_hit_fails_async local_hit_fails_sync
         preempted_in_prefill_async preempted_in_prefill_sync reset_running_async
         reset_running_speculative reset_running_sync
+        load_failure_read_by_a_neighbour
     """,
     "chunks-in-one-step": """
         chunked_async chunked_prefill chunked_sync crowd_async crowd_async_consumer
@@ -40,6 +41,7 @@ _SCENARIOS = {
         session_speculative session_sync speculative_async speculative_async_eagle speculative_eagle
         speculative_sync states_cut_async states_cut_sync window_leaves_blocks_three_groups
         window_leaves_blocks_two_groups
+        load_failure_read_by_a_neighbour
     """,
     "later-source-missing": """
         asked_again_after_preemption
@@ -71,6 +73,7 @@ _SCENARIOS = {
         load_failure_sync_async load_failure_sync_before_next_output_async
         load_failure_sync_policy_fail_async load_failure_sync_policy_fail_sync
         load_failure_sync_sync load_failure_then_reset local_hit_fails_async local_hit_fails_sync
+        load_failure_read_by_a_neighbour
     """,
     "lookup-resumed-missing": """
         asked_again_after_preemption crowd_async crowd_async_consumer crowd_async_external
