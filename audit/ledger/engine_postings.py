@@ -48,6 +48,7 @@ def _gap(state: LedgerState, event: ev.Gap) -> None:
 
 def _hook_failed(state: LedgerState, event: ev.HookFailed) -> None:
     state.sums.hook_failures += 1
+    state.steps_in_flight_known = False
     forget(state, f"the hook {event.hook} failed")
     enter(state, event)
 
@@ -78,7 +79,6 @@ def forget(state: LedgerState, reason: str) -> None:
     state.delayed_frees = {}
     state.finished_transfers = {}
     state.lost_track = reason
-    state.steps_in_flight_known = False
     state.lookups_unsure = True
     state.blocks.forget()
     state.transfers.forget()

@@ -74,7 +74,8 @@ class LedgerState:
         self.skip_deliveries = 0
         """Outputs still to skip, because their steps were scheduled before the trace began."""
         self.steps_in_flight_known = True
-        """Whether every step in flight has been posted. False where events were lost, until none is."""
+        """Whether the observer knows how many steps are in flight. False after a hook has failed, until a
+        snapshot says that none is."""
         self.output_order: list[int] = []
         """Request numbers in the order of the last :class:`~kvledger.audit.events.DeliveredWhole`."""
         self.idle: dict[int, tuple[int, int, int]] = {}

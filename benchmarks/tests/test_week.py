@@ -27,7 +27,7 @@ def test_the_table_has_a_row_a_command(tmp_path: Path) -> None:
 
     row = timed("summary", tmp_path, 1)
 
-    assert row.answer.endswith("spent waiting.") and row.wall > 0 and row.mib > 20
+    assert "spent waiting." in row.answer and row.wall > 0 and row.mib > 20
     assert "| kvledger summary |" in section([table_row(row)], 1, 2)
 
 

@@ -45,16 +45,24 @@ class TooLong(BaseException):
 
 @contextmanager
 def _limited() -> Iterator[None]:
+    """Limits on seconds and steps, and no log: what a mutant makes vLLM log is of no use."""
+    from kvledger.audit.conformance.driver import Driver
+
     def stop(*_: Any) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before, steps = signal.signal(signal.SIGALRM, stop), Driver.run.__defaults__
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    Driver.run.__defaults__ = (STEPS,)
     signal.alarm(SECONDS)
     try:
         yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+        Driver.run.__defaults__ = steps
+        logging.disable(disabled)
 
 
 @functools.cache
@@ -65,10 +73,6 @@ def drives() -> dict[str, Callable[[Any], Any]]:
     from tests.scenarios.corpus import runnable
     from tests.scenarios.driving import start
 
-    from kvledger.audit.conformance.driver import Driver
-
-    logging.disable(logging.ERROR)
-    Driver.run.__defaults__ = (STEPS,)
     start(connector="scripted")  # imports vLLM, which takes longer than a drive may
 
     def history(seed: int, attach: Any) -> None:

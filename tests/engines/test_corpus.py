@@ -40,7 +40,7 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_of_a_shared_block_async": {PLACEHOLDER_LEAK, WITHOUT_TOKEN},
     "load_failure_recomputed_in_chunks_sync": {FAILED_LOAD_COUNTED},
     "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
-    "load_failure_read_by_a_neighbour": {FAILED_LOAD_COUNTED},
+    "load_failure_read_by_a_neighbour": {FAILED_LOAD_COUNTED},  # at level blocks: see ``OF_BLOCKS``
     "load_failure_then_reset": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
@@ -56,6 +56,10 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "oversized_prompt_sync": {STANDSTILL},
     "oversized_prompt_async": {STANDSTILL},
 }
+
+
+OF_BLOCKS = {"load_failure_read_by_a_neighbour": {("blocks/read-invalid", "b")}}
+"""What only level ``blocks`` finds in a scenario."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
