@@ -415,13 +415,15 @@ class Extended(Event, frozen=True, array_like=True, tag=20):
     """A streaming-input session got its next chunk, or a connector cut a prompt before its admission.
 
     The prompt is now ``prompt_tokens`` long. ``computed_tokens`` is the engine's count, and the position at
-    which the chunk's own tokens begin. ``isolation``: that of the whole prompt.
+    which the chunk's own tokens begin. ``isolation``: that of the whole prompt. ``turn_tokens``: how long the
+    sequence was before the chunk came; -1: not recorded.
     """
 
     request: int
     prompt_tokens: int
     computed_tokens: int
     isolation: Isolation | None = None
+    turn_tokens: int = -1
 
 
 class Finished(Event, frozen=True, array_like=True, tag=21):

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from ..causes import FAILED
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account
-from ..ledger.entries import Entry, ReportedCounts, ReportedLookups, StaleRejection, TokensMissing
+from ..ledger.entries import (
+    Entry,
+    ReportedCounts,
+    ReportedLookups,
+    StaleRejection,
+    TokensMissing,
+    TurnOvercounted,
+)
 from ..ledger.statements import Settlement
 from .registry import (
     LMCACHE_2912,
@@ -292,6 +299,31 @@ def without_token(entry: Entry) -> Iterator[Witness]:
         sequence_tokens=subject.sequence,
         tokens_to_come=subject.to_come,
         tokens=subject.end - subject.sequence - subject.to_come,
+    )
+
+
+@invariant(
+    "tokens/turn-overcounted",
+    on=(TurnOvercounted,),
+    message="The last turn of session {request} left {turn_tokens} tokens, but the engine counts "
+    "{computed_tokens} as computed: the first {tokens} tokens of the next chunk are never computed.",
+    near_misses=(
+        "a turn that ends with its last token uncomputed, as every turn should",
+        "drafts that were accepted past the stop, on a release that takes them off the count",
+    ),
+)
+def turn_overcounted(entry: Entry) -> Iterator[Witness]:
+    """A session's next chunk begins at or above the engine's count of computed tokens.
+
+    Violated when drafts that were accepted past the stop stay in the count: the KV at these positions is that
+    of the dropped drafts, and the model reads it in place of the chunk's first tokens.
+    """
+    subject = entry.subject
+    assert isinstance(subject, TurnOvercounted)
+    yield Witness(
+        turn_tokens=subject.tokens,
+        computed_tokens=subject.computed,
+        tokens=subject.computed - subject.tokens,
     )
 
 

@@ -142,9 +142,10 @@ class Lives:
         """The session has ended, or waits for its next chunk. Emits ``RolledBack``."""
         self._turn_ends(request)
 
-    def session_extends(self, session: Any, *_: Any) -> None:
-        """``_update_request_as_session`` is called: a queued chunk ends the turn at once."""
+    def session_extends(self, session: Any, *_: Any) -> int:
+        """``_update_request_as_session`` is called: a queued chunk ends the turn at once. Note its length."""
         self._turn_ends(session)
+        return int(session.num_tokens)
 
     def _turn_ends(self, request: Any) -> None:
         """Emit ``RolledBack``: from the count at the stop to the one that the engine keeps."""
@@ -156,13 +157,14 @@ class Lives:
             self.draining.add(request.request_id)
         self._loads.emit_rolled_back(request, "session", before, request.num_computed_tokens)
 
-    def session_extended(self, _: None, __: None, session: Any, *___: Any) -> None:
+    def session_extended(self, tokens: int | None, _: None, session: Any, *__: Any) -> None:
         """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""
         number = self._log.ids[session.request_id]
         self._reports.extended(session)
         prompt, computed = session.num_prompt_tokens, session.num_computed_tokens
         isolation = self._observer.isolation(session)
-        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed, isolation))
+        before = -1 if tokens is None else tokens
+        self._log.emit(ev.Extended(self._log.now(), number, prompt, computed, isolation, before))
 
     # --- the end ----------------------------------------------------------------------------------------
 

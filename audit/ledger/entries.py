@@ -211,6 +211,13 @@ class TokensMissing(NamedTuple):
     to_come: int
 
 
+class TurnOvercounted(NamedTuple):
+    """A session's turn left ``tokens`` tokens, and the engine counts ``computed`` of them as computed."""
+
+    tokens: int
+    computed: int
+
+
 class StaleRejection(NamedTuple):
     """Draft tokens that the engine subtracted from a count which a failed load had rolled back before.
 
@@ -361,6 +368,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | CountedDrafts
         | StaleRejection
         | TokensMissing
+        | TurnOvercounted
         | SiblingAdded
         | ContentChanged
         | UnsealedHit

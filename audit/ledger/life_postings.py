@@ -30,7 +30,7 @@ from .accounts import (
     settle,
 )
 from .counting_rules import counted_otherwise, cut_off, expect_queries, never_ran, sibling, unreported
-from .entries import Entry, ReportedLookups
+from .entries import Entry, ReportedLookups, TurnOvercounted
 from .executed_tokens import execute_before_hit
 from .ledger_state import LedgerState
 from .life import Life
@@ -260,6 +260,9 @@ def _overrun_in_flight(state: LedgerState, account: Account) -> None:
 def _extended(state: LedgerState, event: ev.Extended) -> None:
     account = account_of(state, event.request)
     enter_computed(state, account, "extended", event.computed_tokens)
+    if 0 <= event.turn_tokens < event.computed_tokens and account.unknown is None:
+        subject = TurnOvercounted(event.turn_tokens, event.computed_tokens)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
     if account.incomplete and not account.settled:
         settle(state, account)
     unreported(state, account)

@@ -44,7 +44,7 @@ def test_ledger_and_oracle_agree_on_random_histories(part: int) -> None:
     assert not result.kinds, "\n\n".join([str(result), *result.reports])
 
 
-@pytest.mark.parametrize("seed", [803, 1_795_449_383, 1_795_456_232, 1_795_466_240, 1_795_470_802])
+@pytest.mark.parametrize("seed", [803, 1456, 1_795_449_383, 1_795_456_232, 1_795_466_240, 1_795_470_802])
 def test_ledger_and_oracle_agree_on_histories_that_once_differed(seed: int) -> None:
     result = compare.compare([seed])
 

@@ -29,6 +29,7 @@ from kvledger.audit.events import (
     Census,
     Delivered,
     Event,
+    Extended,
     Finished,
     LookedUp,
     LookupKept,
@@ -648,3 +649,29 @@ def test_outputs_in_flight_drafts_and_sessions_bring_their_tokens(scenario: str)
     SCENARIOS[scenario](watched.attach)
 
     assert [] == [id for id in watched.violation_ids() if id == "tokens/without-token"]
+
+
+# --- tokens/turn-overcounted ----------------------------------------------------------------------
+
+TURNS = "A0+0 s200 o+ S X50 s50 o+ F"
+
+
+@violates("tokens/turn-overcounted")
+def test_a_chunk_that_begins_below_the_computed_count_is_found():
+    stream = events(200, TURNS)
+    computed = next(event.computed_tokens for event in stream if isinstance(event, Extended))
+    found = audited(altered(stream, Extended, turn_tokens=computed - 2)).violations
+
+    (violation,) = [each for each in found if each.id == "tokens/turn-overcounted"]
+
+    assert "the first 2 tokens of the next chunk are never computed" in violation.message
+
+
+@near_miss("tokens/turn-overcounted")
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_chunk_that_begins_at_or_above_the_computed_count_is_clean(above: int):
+    stream = events(200, TURNS)
+    computed = next(event.computed_tokens for event in stream if isinstance(event, Extended))
+    found = audited(altered(stream, Extended, turn_tokens=computed + above)).violations
+
+    assert [] == [each for each in found if each.id == "tokens/turn-overcounted"]
