@@ -317,7 +317,7 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
 
     Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
     has finished, or when its request's life has ended without filling them: the next request with this prefix
-    reads KV that does not exist. Whoever hits the block is named by ``blocks/read-invalid``.
+    reads KV that does not exist. ``blocks/read-invalid`` names each request that hits the block.
     """
     subject = entry.subject
     assert isinstance(subject, CachedContent)

@@ -39,10 +39,21 @@ def allocated(holdings: Holdings, number: int, block: int, record: Block, holder
         record.filled = None
         return
     record.filled = Filled(holder.request, holder.request_id, holder.life)
-    lacks = holdings.lives.get(holder.request)
-    if lacks is None or lacks.life != holder.life:
-        lacks = holdings.lives[holder.request] = LifeLacks(holder.life)
-    lacks.blocks.append((number, block))
+    lacks_of(holdings, holder.request, holder.life).blocks.append((number, block))
+
+
+def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:
+    """What is kept of a life that lasts; a new one if there is none yet."""
+    lacks = holdings.lives.get(request)
+    if lacks is None or lacks.life != life:
+        lacks = holdings.lives[request] = LifeLacks(life)
+    return lacks
+
+
+def life_of(holdings: Holdings, request: int) -> Life | None:
+    """The present life of a request; None if it has none."""
+    account = holdings.accounts.get(request)
+    return account.life if account is not None else None
 
 
 def placed(pool: Pool, record: Block, group: int, end: int) -> None:

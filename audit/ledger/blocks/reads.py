@@ -14,8 +14,8 @@ from ... import events as ev
 from ... import pool_calls
 from .entries import ReadInvalid
 from .holdings import Holdings
-from .provenance import UNFILLED, USED_UNLOADED, lacking
-from .records import TABLE, UNKNOWN, Block, Lack, LifeLacks, Pool
+from .provenance import UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of
+from .records import TABLE, UNKNOWN, Block, Lack, Pool
 
 Reads = dict[tuple[int, int], list[Lack]]
 """What a request reads without valid KV, by pool and block."""
@@ -102,16 +102,16 @@ def after(holdings: Holdings, event: ev.Event, is_scheduled: Callable[[int], boo
 
 
 def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
-    """A load failed: whoever uses its blocks reads them at the next step, if nothing has filled them by then.
+    """A load failed: requests that use its blocks read them at the next step, if nothing fills them before.
 
     The engine itself tells those who read them in the step that failed.
     """
-    account, lacks = holdings.accounts.get(event.request), holdings.lives.get(event.request)
-    if account is None or account.life is None or lacks is None:
+    life, lacks = life_of(holdings, event.request), holdings.lives.get(event.request)
+    if life is None or lacks is None:
         return
     if event.failed_blocks is not None:
         lacks.failed |= {(number, block) for number in holdings.pools for block in event.failed_blocks}
-        lacks.loaded_end = account.life.local + max(0, account.life.external)
+        lacks.loaded_end = life.local + max(0, life.external)
     lacks.never_loaded = [row for row in lacks.never_loaded if row[0] < event.computed_tokens]
     if lacks.tainted_from >= event.computed_tokens:
         lacks.tainted_from = UNKNOWN  # these are computed again
@@ -134,8 +134,7 @@ def _judge(holdings: Holdings, posted: int, is_scheduled: Callable[[int], bool])
     """
     reads: dict[int, Reads] = {}
     for (request, number, block), step in list(holdings.unread.items()):
-        account = holdings.accounts.get(request)
-        life = account.life if account is not None else None
+        life = life_of(holdings, request)
         begun = life is not None and life.began_step >= step
         if step > posted or (begun and life is not None and not life.ran):
             continue  # of a later step, or the request waits for a load
@@ -143,8 +142,7 @@ def _judge(holdings: Holdings, posted: int, is_scheduled: Callable[[int], bool])
         if life is not None and (begun or not step):
             _read(holdings, reads, request, number, block, life.local)
     for request, number, block in list(holdings.exposed):
-        account = holdings.accounts.get(request)
-        life = account.life if account is not None else None
+        life = life_of(holdings, request)
         if life is None or not _in_table(holdings, number, block, request):
             del holdings.exposed[request, number, block]
             continue
@@ -189,7 +187,5 @@ def _report(holdings: Holdings, request: int, reads: Reads) -> None:
     subject = ReadInvalid(number, blocks, tokens, rows[0][0], counted, record.writer or filler, why, story)
     holdings.report(subject, request)
     holdings.invalid_hits += [(request, start, end) for start, end, _ in rows]
-    lacks = holdings.lives.get(request)
-    if lacks is None or lacks.life != account.life.number:
-        lacks = holdings.lives[request] = LifeLacks(account.life.number)
+    lacks = lacks_of(holdings, request, account.life.number)
     lacks.tainted_from = account.in_flight[-1].start if account.in_flight else account.computed
