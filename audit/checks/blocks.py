@@ -336,6 +336,7 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
         subject.story,
         pool=subject.pool,
         block=subject.block,
+        start=subject.start,
         end=subject.end,
         limit=subject.limit,
         why=subject.why,

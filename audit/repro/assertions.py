@@ -41,6 +41,13 @@ def _valid(finding: Violation, account: Account | None) -> Any:
     return [settled.local, settled.external, settled.computed + settled.unattained]
 
 
+def _whole_blocks(finding: Violation, account: Account | None) -> Any:
+    """The tokens that have KV, in whole blocks."""
+    start, end, limit = (finding.figures[name] for name in ("start", "end", "limit"))
+    assert isinstance(start, int) and isinstance(end, int) and isinstance(limit, int)
+    return limit // (end - start) * (end - start)
+
+
 def _figure(name: str) -> Callable[[Violation, Account | None], Any]:
     return lambda finding, account: finding.figures.get(name)
 
@@ -94,7 +101,10 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
     "blocks/double-allocation": (
         Claim("blocks_in_two_places", _nothing, "blocks in two places of the block tables", "now"),
     ),
-    "blocks/hash-content": (Claim("reported", _valid, "local, external and computed tokens of {request}"),),
+    "blocks/read-invalid": (Claim("reported", _valid, "local, external and computed tokens of {request}"),),
+    "blocks/hash-content": (
+        Claim("cached", _whole_blocks, "tokens of {request} that the prefix cache has", "now"),
+    ),
     "blocks/leak": (Claim("blocks_held", _nothing, "blocks held when all requests have ended"),),
     "connector/promise-not-loaded": (
         Claim("planned_to_load", _promised, "external tokens of {request} that LMCache was ordered to load"),

@@ -53,6 +53,16 @@ def reported(engine: Any, name: str) -> Any:
     return [counted.local_cache_hit, counted.external_kv_transfer, counted.computed]
 
 
+def cached(engine: Any, name: str) -> Any:
+    """Tokens from the start of the request's sequence that the prefix cache has, in whole blocks."""
+    pool, tokens = engine.scheduler.kv_cache_manager.block_pool, 0
+    for block_hash in engine.requests[name].block_hashes:
+        if not pool.get_cached_block(block_hash, [0]):
+            break
+        tokens += engine.scheduler.block_size
+    return tokens
+
+
 def blocks_in_two_places(engine: Any, name: str) -> Any:
     """Blocks that are in two groups, or at two positions, of the block tables."""
     places: dict[int, set[Any]] = {}

@@ -85,9 +85,9 @@ def test_the_bundled_adapter_raises_in_every_step_with_the_lmcache_that_it_impor
 
     assert card.engine.endswith("lmcache 0.3.9.post2")
     for outcome, (problem, raised) in card.situation("nothing in the store"):
-        assert "broke" == outcome
-        assert problem.startswith("TypeError in lookup_unpin")
-        assert "the engine raised TypeError in connector.wait_for_save" == raised
+        assert "inherited" == outcome
+        assert "TypeError in lookup_unpin" in problem
+        assert raised.endswith("the engine raised TypeError in connector.wait_for_save")
 
 
 def test_the_bundled_adapter_loads_what_it_promised_to_a_new_request(mended_card: ReleasedCard) -> None:
@@ -99,8 +99,9 @@ def test_the_bundled_adapter_never_loads_what_it_promised_to_a_resumed_request(
 ) -> None:
     """LMCache#1969: the connector metadata lacks the load, and the request runs over KV of other tokens."""
     for outcome, (missing_load, wrong_kv) in mended_card.situation("preempted after its load"):
-        assert "violated" == outcome
-        assert missing_load.startswith(
+        assert "inherited" == outcome
+        assert (
             "connector/promise-not-loaded: The connector promised 96 external tokens to request r"
+            in missing_load
         )
-        assert wrong_kv.startswith("Request r ran over 96 tokens of KV that is not its own")
+        assert "it ran over 96 tokens of KV that is not its own" in wrong_kv

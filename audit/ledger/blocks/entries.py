@@ -64,7 +64,7 @@ class PoolComparison(NamedTuple):
 
 
 class CachedContent(NamedTuple):
-    """A block is cached for positions that have no KV.
+    """A block is cached for the positions [start, end), and some of these have no KV.
 
     ``why``: ``sequence`` (the request has only ``limit`` tokens), ``pending`` (an asynchronous load has
     not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up) or
@@ -75,6 +75,7 @@ class CachedContent(NamedTuple):
     request_id: str
     pool: int
     block: int
+    start: int
     end: int
     limit: int
     story: list[str]

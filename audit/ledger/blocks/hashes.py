@@ -35,9 +35,12 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             if end > sequence_tokens >= 0:
                 story = holdings.story(event.pool, block)
                 whose = holdings.holder(TABLE, request, group).request_id
-                beyond = CachedContent(SEQUENCE, whose, event.pool, block, end, sequence_tokens, story)
+                record = pool.records[block]
+                record.wrong_from = sequence_tokens
+                beyond = CachedContent(
+                    SEQUENCE, whose, event.pool, block, record.begin, end, sequence_tokens, story
+                )
                 holdings.report(beyond, request)
-                holdings.pools[event.pool].records[block].wrong_from = sequence_tokens
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -146,4 +149,5 @@ def check_pending(holdings: Holdings) -> None:
             continue
         if life.asynchronous and life.pending and not life.ran and end > life.local:
             whose, story = account.request_id, holdings.story(pool, block)
-            holdings.report(CachedContent(PENDING, whose, pool, block, end, life.local, story), request)
+            beyond = CachedContent(PENDING, whose, pool, block, record.begin, end, life.local, story)
+            holdings.report(beyond, request)

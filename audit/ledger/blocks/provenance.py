@@ -142,6 +142,7 @@ def _report_promised(holdings: Holdings, number: int, block: int, record: Block)
     for low, _, why in lacking(holdings, number, block, record.begin, record.end):
         if why in PROMISED:
             story = holdings.story(number, block)
-            subject = CachedContent(why, record.writer, number, block, record.end, low, story)
+            start, end = record.begin, record.end
+            subject = CachedContent(why, record.writer, number, block, start, end, low, story)
             holdings.report(subject, record.cached_for)
             return
