@@ -528,7 +528,9 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
     ``free_blocks`` and ``cached_hashes`` are the lengths of its free queue and its cache map. ``groups`` is
     flat, three numbers for each KV cache group that allocates from the pool: group, tokens per block, and
     the kind of its tables. Kind 0: an index in a table is no position (Mamba, cross-attention, rings); 1: it
-    is; 2: it is, and a hit needs every block below it (full attention).
+    is; 2: it is, and a hit needs every block below it (full attention). ``windows`` is flat, three numbers
+    for each group whose tokens read a window: group, tokens of the window, and whether windows begin at each
+    multiple of these tokens (chunked local attention, 1) or end at the token that reads (sliding window, 0).
     """
 
     step: int
@@ -538,6 +540,7 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
     free_blocks: int
     cached_hashes: int
     groups: list[int]
+    windows: list[int] = []
 
 
 class BlockEvent(Event, frozen=True, array_like=True):

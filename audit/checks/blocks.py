@@ -20,7 +20,7 @@ from ..ledger.blocks.entries import (
     StrayFree,
     Uncovered,
 )
-from ..ledger.blocks.provenance import FAILED, PENDING, SEQUENCE, TAINTED, UNFILLED
+from ..ledger.blocks.provenance import FAILED, LEFT, PENDING, SEQUENCE, TAINTED, UNFILLED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
@@ -53,6 +53,7 @@ _NO_VALID_KV = {
     TAINTED: "request {filler} computed it from KV that was not valid",
     NOT_PLANNED: "the connector metadata did not name the load of request {filler}",
     NEVER_LOADED: "the load of request {filler} was never made",
+    LEFT: "it was freed while the request's attention window still had these positions",
 }
 """Why the KV of a block is not valid."""
 
@@ -266,6 +267,8 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
         "blocks of a load that failed in part, which were loaded",
         "a hit on blocks that were filled before the journal began",
         "a request that hits a block and is preempted before it runs",
+        "a block that was freed after the window of the request had left it",
+        "rejected drafts in a request whose window has room for them",
     ),
 )
 def read_invalid(entry: Entry) -> Iterator[Witness]:
@@ -275,7 +278,8 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     later one. Each position must have been computed or loaded by the life that fills its block, in an earlier
     step or in this one, from KV that was valid itself. Violated when it was not: the output of the request is
     wrong from this step on, and so is the KV that it computes, which later requests may hit. A hit that is
-    not valid is settled as unattained, not as local.
+    not valid is settled as unattained, not as local. In a group with windows, the blocks of the window must
+    still be in the table.
     """
     subject = entry.subject
     assert isinstance(subject, ReadInvalid)
@@ -284,7 +288,7 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     yield Witness(
         None,
         subject.story,
-        step=entry.step,
+        step=entry.step if subject.step < 0 else subject.step,
         pool=subject.pool,
         block=subject.blocks[0],
         blocks=subject.blocks,

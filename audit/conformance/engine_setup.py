@@ -73,10 +73,11 @@ class EngineSetup:
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
-    groups: tuple[Literal["full", "sliding", "cross", "replay", "mamba"], ...] = ("full",)
-    """The kinds of KV cache groups. Replay: the last window of every hit is computed again. Mamba: states."""
+    groups: tuple[Literal["full", "sliding", "chunked", "cross", "replay", "mamba"], ...] = ("full",)
+    """The kinds of KV cache groups. Chunked: local attention in chunks. Replay: the last window of every hit
+    is computed again. Mamba: states."""
     sliding_window: int = 64
-    """Also the length of a replayed window."""
+    """Also the length of a chunk and of a replayed window."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
@@ -307,6 +308,9 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
     specs = {
         "full": lambda: _call(of.FullAttentionSpec, **shape),
         "sliding": lambda: _call(of.SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
+        "chunked": lambda: _call(
+            of.ChunkedLocalAttentionSpec, **shape, attention_chunk_size=setup.sliding_window
+        ),
         "cross": lambda: _call(of.CrossAttentionSpec, **shape),
         "replay": lambda: _call(
             of.SlidingWindowMLASpec, **shape, sliding_window=setup.sliding_window, bounded_replay=True

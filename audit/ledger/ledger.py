@@ -82,15 +82,18 @@ class Ledger(LedgerState):
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            subjects = self.blocks.after(event, open_accounts(self), self.is_scheduled)
+            subjects = self.blocks.after(event, open_accounts(self), self.posted_step, self.scheduled)
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
         return self.entries
 
-    def is_scheduled(self, request: int) -> bool:
-        """Whether the last step that was posted scheduled a request."""
-        return request in self.last_step or request in self.steady
+    def scheduled(self, request: int) -> tuple[int, int] | None:
+        """Tokens and drafts that the last step that was posted scheduled of a request; None if it did not."""
+        row = self.last_step.get(request)
+        if row is None:
+            return (1, 0) if request in self.steady else None
+        return row[1], row[2]
 
     # --- questions ------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class LedgerState:
         """Number of the last event posted."""
         self.step = 0
         """The engine's step at the last event posted."""
+        self.posted_step = 0
+        """The last step of which is posted what it scheduled."""
         self.at = 0
         """Time of the last event posted."""
         self.entries: list[Entry] = []

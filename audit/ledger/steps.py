@@ -32,7 +32,7 @@ from .unchanged_steps import activate, is_steady, make_steady
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:
-    state.step = event.step
+    state.step = state.posted_step = event.step
     if state.lost_track is not None:
         return  # the step before, which this event refers to, was lost
     changed, dropped = ev.numbers(event.changed), ev.numbers(event.dropped)
@@ -227,7 +227,8 @@ def _repeated(state: LedgerState, event: ev.Repeated) -> None:
     for _ in range(singly):
         _schedule(state)
         _deliver(state, nothing)
-    state.step += times
+    state.posted_step += times
+    state.step = max(state.step, state.posted_step)
     times -= singly
     if times:
         state.scheduled_steps += times

@@ -82,6 +82,22 @@ def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: 
     return driver
 
 
+@workload()
+def chunks_leave_blocks(attach: Attach = id, **setup: Any) -> Driver:
+    """The same with local attention in chunks: all blocks of a chunk leave when the next begins."""
+    return window_leaves_blocks(attach, groups=("full", "chunked"), **setup)
+
+
+@workload(**BOTH)
+def drafts_rejected_at_the_window(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
+    """A request whose drafts are all rejected, while blocks leave its window one by one."""
+    driver = start(attach, groups=groups, drafts=3, blocks=160, sliding_window=32, **setup)
+    driver.add("r", 70, 80)
+    while driver.in_flight or driver.scheduler.has_requests():
+        driver.step(accepted=0)
+    return driver
+
+
 def _one_after_another(attach: Attach, setup: dict[str, Any], *requests: dict[str, Any]) -> Driver:
     """Requests with the same first 64 tokens."""
     driver = start(attach, **setup)

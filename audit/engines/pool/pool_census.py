@@ -65,11 +65,13 @@ class Sweep:
         for number, pool in enumerate(self._pools):
             null = getattr(pool, "null_block", None)
             groups: list[int] = []
+            windows: list[int] = []
             for manager in self._managers:
                 if manager.block_pool is pool:
                     name = type(manager).__name__
                     places = WHOLE if name == "FullAttentionManager" else int(name in POSITIONAL)
                     groups += (manager.kv_cache_group_id, manager.block_size, places)
+                    windows += _window(name, manager)
             self._emit(
                 ev.PoolSeen(
                     at=buffer.log.now(),
@@ -80,6 +82,7 @@ class Sweep:
                     free_blocks=pool.get_num_free_blocks(),
                     cached_hashes=len(cache_map(pool)),
                     groups=groups,
+                    windows=windows,
                 )
             )
         self._next_table = 0
@@ -150,6 +153,15 @@ class Sweep:
         hashes = -1 if self._has_several_hashes[number]() else len(cache)
         head = buffer.log.now(), buffer.step(), number
         self._emit(ev.BlockStatesReported(*head, first, states, free, hashes))
+
+
+def _window(name: str, manager: Any) -> tuple[int, ...]:
+    """The row of ``PoolSeen.windows`` for a group; empty if its tokens read all tokens before them."""
+    in_chunks = name == "ChunkedLocalAttentionManager"
+    tokens = getattr(manager, "attention_chunk_size" if in_chunks else "sliding_window", None)
+    if name not in POSITIONAL or not isinstance(tokens, int):
+        return ()
+    return manager.kv_cache_group_id, tokens, int(in_chunks)
 
 
 def _mapped(cached: Any, block: Any) -> int:

@@ -13,7 +13,7 @@ from ... import events as ev
 from ... import pool_calls
 from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 from .holdings import Holdings
-from .records import TABLE, UNKNOWN, Block, Pool
+from .records import TABLE, UNKNOWN, Block, Pool, Window
 
 LEAK_SECONDS = 900.0
 """How long a connector may keep the blocks of an ended request."""
@@ -25,10 +25,12 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
         for i in range(0, len(event.groups), 3)
     }
     whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
+    rows = zip(*(iter(event.windows),) * 3, strict=True)
+    windows = {group: Window(tokens, bool(in_chunks)) for group, tokens, in_chunks in rows}
     pool = holdings.pools.get(event.pool)
     if pool is not None and pool.blocks == event.blocks:
         _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
-        pool.groups, pool.prefix_groups = groups, whole
+        pool.groups, pool.prefix_groups, pool.windows = groups, whole, windows
         return
     idle = event.free_blocks == event.blocks - (event.null_block >= 0)
     empty = event.cached_hashes == 0
@@ -42,6 +44,7 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
         hashes={},
         hashes_known=empty,
         prefix_groups=whole,
+        windows=windows,
     )
 
 

@@ -82,10 +82,11 @@ class CachedContent(NamedTuple):
 
 
 class ReadInvalid(NamedTuple):
-    """A step reads positions of cached blocks that have no valid KV.
+    """A step reads positions that have no valid KV.
 
     These are ``tokens`` positions from ``start`` up and below ``end``. ``why``: of the first of them, see
     :data:`~kvledger.audit.ledger.blocks.records.Lack`. ``filler``: the request that fills the first block.
+    ``step``: the step that reads them; -1: the one that was posted last.
     """
 
     pool: int
@@ -96,6 +97,7 @@ class ReadInvalid(NamedTuple):
     filler: str
     why: str
     story: list[str]
+    step: int = -1
 
 
 class ForeignHit(NamedTuple):

@@ -6,7 +6,7 @@ change both together. What an event means is in the other files of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import events as ev
@@ -14,12 +14,15 @@ from ..account import Account
 from ..statements import RemovedRange
 from .demand import BlockDemand
 from .entries import BlockFinding, Collision, Subject
-from .records import PIN, TABLE, UNKNOWN, Block, Holder, LifeLacks, Operation, Pool, hash_text
+from .records import PIN, TABLE, UNKNOWN, Block, Freed, Holder, LifeLacks, Operation, Pool, hash_text
 
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""
 
 Accounts = Mapping[int, Account]
+
+Scheduled = Callable[[int], tuple[int, int] | None]
+"""Gives tokens and drafts that the last step scheduled of a request; None if it did not schedule it."""
 
 SavedBy = tuple[list[int], str]
 """The isolation classes under which KV was saved, and the id of the request."""
@@ -46,6 +49,12 @@ class Holdings:
         """By request, until its admission: how many blocks it hit of each pool and group."""
         self.exposed: dict[tuple[int, int, int], None] = {}
         """Hits on blocks that have lost KV since: request, pool, block. Each further step reads them."""
+        self.leaving: list[tuple[int, int, int, int, Freed]] = []
+        """What left a window in a step that was not posted yet: step, request, pool, group, and the block."""
+        self.left: dict[int, dict[tuple[int, int], Freed]] = {}
+        """What has left the window of a request's life: by request, and by pool and group."""
+        self.begun: dict[int, tuple[int, int]] = {}
+        """By request: first position and number of its lowest step whose window is not judged yet."""
         self.newly_cached: list[tuple[int, int, int, int]] = []
         """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
         self.hash_awaited: set[tuple[int, int]] = set()
@@ -79,6 +88,9 @@ class Holdings:
         self.unread.clear()
         self.exposed.clear()
         self.hits.clear()
+        self.leaving.clear()
+        self.left.clear()
+        self.begun.clear()
         self.isolation.clear()
         self.store_keys.clear()
         self.demand.forget()

@@ -10,16 +10,15 @@ compares both with its own and then adopts them, so that one fault is reported o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from ... import events as ev
 from ..account import Account
 from ..life import Life
-from . import hashes, provenance, reads, store
+from . import hashes, provenance, reads, store, windows
 from .engine_reports import ENGINE_REPORTS
 from .entries import BlockFinding
-from .holdings import Accounts, Holdings
+from .holdings import Accounts, Holdings, Scheduled
 from .operations import OPERATIONS
 from .split_calls import calls
 
@@ -63,11 +62,11 @@ class BlockLedger(Holdings):
         return self.findings
 
     def after(
-        self, event: ev.Event, accounts: Accounts, is_scheduled: Callable[[int], bool]
+        self, event: ev.Event, accounts: Accounts, step: int, scheduled: Scheduled
     ) -> list[BlockFinding]:
         """Called after any other event is posted; return the subjects about blocks that follow from it.
 
-        ``is_scheduled``: whether the last step that was posted scheduled a request.
+        ``step``: the last step that was posted. ``scheduled``: what it scheduled of a request.
         """
         self.findings = []
         self.accounts = accounts
@@ -78,7 +77,8 @@ class BlockLedger(Holdings):
         if self.store_keys:
             store.after(self, event)
         self.invalid_hits = []
-        reads.after(self, event, is_scheduled)
+        reads.after(self, event, scheduled)
+        windows.after(self, event, step, scheduled)
         return self.findings
 
     def looked_up(self, event: ev.StoreKeys) -> None:
@@ -94,4 +94,5 @@ class BlockLedger(Holdings):
         """A life ends; its account has the last counts. Return the subjects about its blocks."""
         self.findings = []
         provenance.life_ends(self, account, life, cause)
+        windows.life_ends(self, account.request)
         return self.findings

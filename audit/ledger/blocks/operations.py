@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from ... import events as ev
 from ... import pool_calls
 from ...causes import EVICTED
-from . import provenance, reads
+from . import provenance, reads, windows
 from .engine_reports import compare_references
 from .entries import StrayFree
 from .holdings import Holdings
 from .isolation import report_other_classes
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember, used
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Holder, Pool, hash_text, remember, used
 
 
 def _allocated(holdings: Holdings, event: pool_calls.BlocksAllocated) -> None:
@@ -101,7 +101,10 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
         record = holdings.record(pool, block)
         earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
         remember(record, done)
-        if not _release(holdings, event, block, record) and record.holders_known:
+        released = _release(holdings, event, block, record)
+        if released is not None:
+            windows.freed(holdings, event, pool, block, record, released)
+        elif record.holders_known:
             stray = StrayFree(event.pool, block, done, earlier, references, holdings.story(event.pool, block))
             holdings.report(stray, event.request)
             record.holders_known = False  # until the engine reports the block's count
@@ -113,8 +116,8 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
         compare_references(holdings, event.pool, block, pool.records[block], references)
 
 
-def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, record: Block) -> bool:
-    """Remove the reference that was freed; False if the block has no such holder."""
+def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, record: Block) -> Holder | None:
+    """Remove the reference that was freed; None if the block has no such holder."""
     if event.request >= 0:
         fits = [
             h
@@ -128,9 +131,9 @@ def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, reco
         }.get(event.by, (PIN, COPY, DEFERRED))
         fits = [h for kind in order for h in record.holders if h.kind == kind]
     if not fits:
-        return False
+        return None
     holdings.remove_holder(event.pool, block, record, fits[0])
-    return True
+    return fits[0]
 
 
 def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:

@@ -20,9 +20,10 @@ from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
 EVERY = 1 << 62
 """Above every position."""
 
-SEQUENCE, PENDING, FAILED, UNFILLED, TAINTED = "sequence", "pending", "failed", "unfilled", "tainted"
+SEQUENCE, PENDING, FAILED, UNFILLED = "sequence", "pending", "failed", "unfilled"
+TAINTED, LEFT = "tainted", "left"
 """Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
-failed; nothing computed them; they were computed from KV that was not valid.
+failed; nothing computed them; they were computed from KV that was not valid; their block left the table.
 See also :data:`USED_UNLOADED`."""
 
 USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)

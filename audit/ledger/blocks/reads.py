@@ -8,12 +8,10 @@ wrong without an event, so a steady step costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ... import events as ev
 from ... import pool_calls
 from .entries import ReadInvalid
-from .holdings import Holdings
+from .holdings import Holdings, Scheduled
 from .provenance import UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of
 from .records import TABLE, UNKNOWN, Block, Lack, Pool
 
@@ -91,14 +89,14 @@ def _lost_after_the_end(
                         holdings.unread[reader, number, block] = 0
 
 
-def after(holdings: Holdings, event: ev.Event, is_scheduled: Callable[[int], bool]) -> None:
+def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
     """Called after an event other than those of the pools has been posted."""
     if isinstance(event, ev.LoadFailed):
         _load_failed(holdings, event)
     elif isinstance(event, ev.Admitted):
         admitted(holdings, event)
     elif isinstance(event, ev.Stepped | ev.Repeated) and (holdings.unread or holdings.exposed):
-        _judge(holdings, event.step if isinstance(event, ev.Stepped) else UNKNOWN, is_scheduled)
+        _judge(holdings, event.step if isinstance(event, ev.Stepped) else UNKNOWN, scheduled)
 
 
 def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
@@ -127,7 +125,7 @@ def _readers(holdings: Holdings, number: int, block: int) -> list[int]:
     return [h.request for h in record.holders if h.kind == TABLE and h.request != filler]
 
 
-def _judge(holdings: Holdings, posted: int, is_scheduled: Callable[[int], bool]) -> None:
+def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
     """Steps up to ``posted`` have been posted: judge the reads that they are the first to make.
 
     A pool's calls are emitted before the steps that were held back, so a hit may be one of a later step.
@@ -146,7 +144,7 @@ def _judge(holdings: Holdings, posted: int, is_scheduled: Callable[[int], bool])
         if life is None or not _in_table(holdings, number, block, request):
             del holdings.exposed[request, number, block]
             continue
-        if is_scheduled(request):
+        if scheduled(request):
             _read(holdings, reads, request, number, block, life.local)
         if not lacking(holdings, number, block, 0, life.local):
             del holdings.exposed[request, number, block]

@@ -119,6 +119,27 @@ class Block(msgspec.Struct):
     """Step and request of the last two allocations, oldest first."""
 
 
+class Window(msgspec.Struct, frozen=True, gc=False):
+    """What a token reads in a group with windows. ``in_chunks``: windows begin at multiples of ``tokens``."""
+
+    tokens: int
+    in_chunks: bool
+
+    def first_read(self, position: int) -> int:
+        """The first position that the token at ``position`` reads."""
+        if self.in_chunks:
+            return position // self.tokens * self.tokens
+        return max(0, position - self.tokens + 1)
+
+
+class Freed(msgspec.Struct, gc=False):
+    """What left a window: the end of the last block that was freed from the table of a life."""
+
+    life: int
+    end: int
+    block: int
+
+
 class Pool(msgspec.Struct):
     """One block pool."""
 
@@ -140,6 +161,8 @@ class Pool(msgspec.Struct):
     """Whether ``hashes`` are all hashes of the cache map."""
     prefix_groups: list[int] = []
     """Groups in which a hit needs every block below it."""
+    windows: dict[int, Window] = {}
+    """By group: what a token reads; a group that is absent has no window, or it is not known."""
     removed: dict[int, tuple[int, int, str]] = {}
     """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
     records: dict[int, Block] = {}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from tests.audit.checks.watched import Watched
+from tests.audit.checks.watched import Watched, manager
+from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Driver
+from tests.scenarios.registry import HYBRID
 from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
 
 from kvledger.audit.ledger.statements import Settlement
@@ -300,3 +304,56 @@ def test_a_hit_counted_longer_than_its_blocks_reads_a_block_that_nothing_filled(
     watched.violation_ids()
 
     assert "request b reads 16 tokens without valid KV, from position 64 up" in messages(watched)["b"]
+
+
+# --- groups with windows ----------------------------------------------------------------------------
+
+
+@violates("blocks/read-invalid")
+@pytest.mark.parametrize("kind, early, tokens, start", [("sliding", 1, 1, 47), ("chunked", 16, 16, 64)])
+def test_a_block_that_is_freed_before_the_window_has_left_it_is_named(
+    watched, monkeypatch, kind, early, tokens, start
+):
+    driver = watched.start(groups=("full", kind), sliding_window=32, blocks=160)
+    skipped = manager(driver, 1).get_num_skipped_tokens
+    monkeypatch.setattr(
+        manager(driver, 1), "get_num_skipped_tokens", lambda computed: skipped(computed + early)
+    )
+    driver.add("r", 70, 40)
+    driver.run()
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("r", tokens, start) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+    assert "it was freed while the request's attention window still had these positions" in finding.message
+
+
+@violates("blocks/read-invalid")
+def test_a_window_that_moved_on_by_drafts_which_are_rejected_then_is_named(watched, monkeypatch):
+    """vLLM frees blocks by the tokens that are delivered since 0.26, and counted drafts in flight before."""
+    driver = watched.start(groups=HYBRID, drafts=3, sliding_window=32, blocks=160, asynchronous=True)
+    coordinator = driver.scheduler.kv_cache_manager.coordinator
+    remove = coordinator.remove_skipped_blocks
+
+    def remove_by_all_tokens(request: str, processed: int, **more: Any) -> None:
+        remove(request, driver.scheduler.requests[request].num_computed_tokens, **more)
+
+    monkeypatch.setattr(coordinator, "remove_skipped_blocks", remove_by_all_tokens)
+    driver.add("r", 70, 40)
+    while driver.in_flight or driver.scheduler.has_requests():
+        driver.step(accepted=0)
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("r", 3, 45) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+
+
+@near_miss("blocks/read-invalid")
+@pytest.mark.parametrize(
+    "scenario",
+    ["drafts_rejected_at_the_window_async", "window_leaves_blocks_two_groups", "chunks_leave_blocks"],
+)
+def test_blocks_that_the_window_has_left_are_freed(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
+
+    assert [] == watched.violation_ids()
