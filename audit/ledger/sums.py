@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import msgspec
 
 from ..figures.sums import Sums, add_tokens
 from ..figures.totals import Totals
 
 ERRORS_KEPT = 16
-"""Kinds of exceptions that are counted."""
+"""Kinds of exceptions that are counted by name."""
+
+OTHER_ERRORS = "other exceptions"
+"""All further kinds."""
 
 
 class Recomputed(Sums):
@@ -43,7 +44,7 @@ class LedgerSums(Sums):
     """How many times a hook failed."""
     engine_errors: dict[str, int] = {}
     """How often each exception left a hooked method of the engine, by type and method: the first
-    :data:`ERRORS_KEPT` kinds."""
+    :data:`ERRORS_KEPT` kinds, and :data:`OTHER_ERRORS`."""
     watches: int = 0
     """How many workers began to seal their blocks."""
     contents: dict[str, int] = {}
@@ -63,12 +64,14 @@ class LedgerSums(Sums):
     def merge(self, more: LedgerSums) -> None:
         """Add the sums of another ledger, which read later events."""
         super().merge(more)
-        self.engine_errors = dict(islice(self.engine_errors.items(), ERRORS_KEPT))
+        errors, self.engine_errors = self.engine_errors, {}
+        for error, times in errors.items():
+            self.count_error(error, times)
 
-    def count_error(self, error: str) -> None:
-        """Count an exception that left a hooked method."""
-        if error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT:
-            add_tokens(self.engine_errors, error, 1)
+    def count_error(self, error: str, times: int = 1) -> None:
+        """Count exceptions that left a hooked method."""
+        room = error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT
+        add_tokens(self.engine_errors, error if room else OTHER_ERRORS, times)
 
     def count_content(self, name: str, blocks: int = 1) -> None:
         """Count blocks by what happened to their contents."""

@@ -38,7 +38,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.ledger import POSTINGS
-from kvledger.audit.ledger.sums import ERRORS_KEPT
+from kvledger.audit.ledger.sums import ERRORS_KEPT, OTHER_ERRORS
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
 STALE = altered(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)
@@ -197,12 +197,14 @@ def test_an_exception_of_the_engine_is_a_doubt(lost: bool):
     assert "unknown" == auditor.verdict
 
 
-def test_the_kinds_of_exceptions_that_are_kept_are_bounded():
+def test_exceptions_of_too_many_kinds_are_counted_together():
     raised = [EngineRaised(0, "m" * 999, f"Error{number}", False) for number in range(99)]
     auditor = audited(raised)
 
-    assert ERRORS_KEPT == len(auditor.ledger.sums.engine_errors)
-    assert all(len(name) < 200 for name in auditor.ledger.sums.engine_errors)
+    errors = auditor.ledger.sums.engine_errors
+    assert ERRORS_KEPT + 1 == len(errors)
+    assert 99 - ERRORS_KEPT == errors[OTHER_ERRORS]
+    assert all(len(name) < 200 for name in errors)
 
 
 def test_a_trace_that_begins_while_a_request_runs_is_unknown():
