@@ -10,6 +10,7 @@ import errno
 import functools
 import inspect
 import io
+import logging
 import os
 import sys
 import traceback
@@ -194,8 +195,41 @@ def options(
 # --- how it ends ----------------------------------------------------------------------------------------
 
 
+class LeftOut(logging.Handler):
+    """Prints each sentence about a journal that is left out, once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: dict[str, None] = {}
+        """The sentences."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See the base."""
+        from .audit.text import printable
+
+        sentence = printable(" ".join(record.getMessage().split()))
+        if sentence not in self.said:
+            self.said[sentence] = None
+            print(sentence, file=sys.stderr)
+
+
+@contextmanager
+def _left_out() -> Iterator[LeftOut]:
+    logger, handler = logging.getLogger("kvledger.journals"), LeftOut()
+    logger.addHandler(handler)
+    before, logger.propagate = logger.propagate, False
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+
 def main() -> NoReturn:
-    """Run the command line; an error becomes one sentence on standard error and an exit code."""
+    """Run the command line; an error becomes one sentence on standard error and an exit code.
+
+    A result that lacks a journal is unknown, unless something is violated in the others.
+    """
     debug = "--debug" in sys.argv[1:]
     if sys.stdout is None:  # the caller closed it and wants the exit code only
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -207,7 +241,9 @@ def main() -> NoReturn:
             from typer.completion import completion_init  # type: ignore[attr-defined]
 
             completion_init()
-        code = app(words, prog_name="kvledger", standalone_mode=False) or 0
+        with _left_out() as left:
+            code = app(words, prog_name="kvledger", standalone_mode=False) or 0
+        code = code or (CODES["unknown"] if left.said else 0)
         sys.stdout.flush()
     except BrokenPipeError:
         code = _reader_gone()

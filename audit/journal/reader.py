@@ -28,17 +28,16 @@ from ..events import REMOVED, EngineStopped, Gap
 from ..pool_calls import AnyEvent
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import (
-    NoSegmentFile,
     Payload,
     TailState,
     frames,
     is_live,
     newer_schema,
-    open_segment,
     read_header,
     segment_number,
     segments,
 )
+from .safe_open import NotAFile, reading
 
 # Reasons of a Damage.
 TORN = "torn tail"
@@ -223,12 +222,12 @@ class Reader:
             if number < self.position.segment:
                 continue
             try:
-                self._file = open_segment(path)
+                self._file = reading(path)
             except FileNotFoundError:  # the writer has removed it since it was listed
                 if self._single:
                     raise LedgerError(f"There is no {path}.") from None
                 continue
-            except NoSegmentFile as error:
+            except NotAFile as error:
                 if self._single:
                     raise LedgerError(f"{path} is not a kvledger journal: {error.strerror}.") from error
                 self._pass_over(path.name, number, error.strerror or "")

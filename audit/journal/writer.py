@@ -38,6 +38,7 @@ from .format import (
     take_lock,
 )
 from .format import frame as framed
+from .safe_open import create_file
 
 BATCH_BYTES = 64 << 10
 """A batch ends above this size, which bounds how long encoding and decoding it hold the GIL."""
@@ -336,9 +337,8 @@ class JournalWriter:
         draft = path.with_suffix(".new")
         self._make_room(len(HEADER) + len(data))
         descriptor = -1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
-            descriptor = os.open(draft, flags, FILE_MODE)
+            descriptor = create_file(draft, FILE_MODE)
             _write_all(descriptor, HEADER + data)
             os.rename(draft, path)
         except OSError as error:

@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -14,8 +15,8 @@ from ...audit.errors import LedgerError
 from ...audit.figures.sums import added
 from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
+from ...audit.journal.safe_open import create_file, open_file, own_folder
 from ...audit.replay import checkpoint, serialize
-from ...audit.replay.atomic_files import FOLDER_MODE
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Steps, taken
 from ...audit.replay.windows import EVERYTHING
@@ -119,11 +120,8 @@ def _compacted(journal: Path, session: Session) -> Compacted:
 def _alone(journal: Path) -> Iterator[bool]:
     """Whether no other process compacts this journal; none begins while the lock is held. Raises OSError."""
     folder = folder_of(journal)
-    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    if folder.is_symlink():  # the engine's container may write beside the journals
-        raise LedgerError(f"{folder} is a link, not a folder: no facts are kept there.")
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / f".{journal.name}.lock", flags, 0o600)
+    own_folder(folder, "no facts are kept")
+    descriptor = open_file(folder / f".{journal.name}.lock", os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +162,7 @@ class HourlyFiles:
         """The folder of facts."""
         self._stem = stem
         """How the names of all files begin."""
-        self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
+        self._writers: dict[tuple[str, str], tuple[RowWriter, Path, BinaryIO]] = {}
         """The open drafts, by table and hour."""
         self._parts = 0
         """How many files were begun; it makes their names different."""
@@ -193,18 +191,19 @@ class HourlyFiles:
             self._parts += 1
             (self._folder / path).mkdir(mode=0o755, parents=True, exist_ok=True)
             file = self._folder / path / f"{self._stem}.{self._parts}.parquet"
-            found = self._writers[table, path] = (RowWriter(str(draft_of(file)), columns), file)
+            draft = os.fdopen(create_file(draft_of(file), 0o644), "wb")
+            found = self._writers[table, path] = (RowWriter(draft, columns), file, draft)
         return found[0]
 
     def _finish(self, key: tuple[str, str]) -> None:
-        writer, path = self._writers.pop(key)
-        writer.close()
-        draft = draft_of(path)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
+        writer, path, draft = self._writers.pop(key)
+        with draft:
+            writer.close()
+            draft.flush()
+            os.fsync(draft.fileno())
+            size = draft.tell()
         hour = path.parent.name.partition("=")[2]
         name = str(path.relative_to(self._folder))
-        size = draft.stat().st_size
         self.files.append(KeptFile(key[0], name, hour, writer.rows, size, columns_of(key[0])))
 
     def close(self) -> list[KeptFile]:
@@ -215,8 +214,9 @@ class HourlyFiles:
 
     def abandon(self) -> None:
         """Remove what was written, after an error."""
-        for writer, path in self._writers.values():
+        for writer, path, draft in self._writers.values():
             writer.abandon()
+            draft.close()
             draft_of(path).unlink(missing_ok=True)
         for file in self.files:
             draft_of(self._folder / file.path).unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from ...audit.events import EngineStarted
 from ...audit.journal.format import segments
 from ...audit.journal.host_folders import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
+from ...audit.journal.safe_open import is_intact, read_file
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.atomic_files import FOLDER, left_behind, replaced
 from ...audit.replay.engine_audit import EngineAudit
@@ -329,7 +330,7 @@ def find(path: Path) -> Session | None:
         if not found.continues or beginning not in (found.beginning, b""):
             return None
     folder = session.parent
-    lost = [file for file in (*found.files, *found.tail) if not readable(folder, file).exists()]
+    lost = [file for file in (*found.files, *found.tail) if not is_intact(readable(folder, file), file.bytes)]
     if lost and (is_session(path) or 1 not in segments(path)):
         raise LedgerError(
             f"{folder / lost[0].path} is gone, which kvledger compact kept, and with it the only record of "
@@ -341,7 +342,7 @@ def find(path: Path) -> Session | None:
 def load(path: Path) -> Session | None:
     """The session in a file; None if there is none that this version can read."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, _LINE)
         head, _, payload = data.partition(b"\n")
         if head != _LINE + b"%08x" % crc32(payload):
             return None
