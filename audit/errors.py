@@ -7,3 +7,7 @@ class LedgerError(Exception):
     """A user's mistake. The command line prints the sentence and exits with ``exit_code``."""
 
     exit_code = 2
+
+
+class JournalError(LedgerError):
+    """One journal can't be read, or lacks what a command needs. The others are read without it."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..errors import LedgerError
+from ..errors import JournalError, LedgerError
 from .format import is_live, read_header, segments
 from .host_folders import HostJournal
 from .safe_open import NotAFile, reading
@@ -71,10 +71,21 @@ class Catalogue:
         return [path for path in self.named(*kinds) if _tried(path, _has_segments)]
 
 
-def left_out(path: Path, error: LedgerError | OSError) -> None:
+def say(sentence: str) -> None:
+    """Warn that figures lack something, in a sentence."""
+    logger.warning("%s", sentence)
+
+
+def left_out(error: LedgerError) -> None:
     """Say that a journal, or what may be one, can't be read; the others are."""
-    reason = error if isinstance(error, LedgerError) else f"{path} can't be read: {error.strerror}."
-    logger.warning("Left out: %s", reason)
+    say(f"Left out: {error}")
+
+
+def unreadable(path: Path, error: LedgerError | OSError) -> LedgerError:
+    """The sentence that says why this path can't be read."""
+    if isinstance(error, LedgerError):
+        return error
+    return JournalError(f"{path} can't be read: {error.strerror}.")
 
 
 def _tried(path: Path, is_one: Callable[[Path], bool]) -> bool:
@@ -84,7 +95,7 @@ def _tried(path: Path, is_one: Callable[[Path], bool]) -> bool:
     except FileNotFoundError:  # it was removed meanwhile
         return False
     except (LedgerError, OSError) as error:
-        left_out(path, error)
+        left_out(unreadable(path, error))
         return False
 
 
@@ -132,12 +143,11 @@ def _find(path: Path) -> list[Path]:
         except (LedgerError, OSError) as error:
             failed.append((folder, error))
     if journals or hosted:
-        for each, error in failed:
-            left_out(each, error)
+        for each, why in failed:
+            left_out(unreadable(each, why))
         return journals + hosted
-    for each, error in failed:
-        reason = error if isinstance(error, LedgerError) else f"{each} can't be read: {error.strerror}."
-        raise LedgerError(str(reason)) from error
+    for each, why in failed:
+        raise unreadable(each, why)
     if not inside:
         raise LedgerError(f"{path} is empty: no journal was written there yet.")
     if any(is_beside(folder) for folder in inside):
@@ -201,7 +211,7 @@ def holds_journal(folder: Path) -> bool:
     if found:
         is_live(folder)  # raises if that can't be told
     elif by_number:
-        raise LedgerError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
+        raise JournalError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
     return found
 
 

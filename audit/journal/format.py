@@ -25,7 +25,7 @@ from zlib import crc32
 
 import msgspec
 
-from ..errors import LedgerError
+from ..errors import JournalError
 from ..events import SCHEMA
 from ..pool_calls import AnyEvent
 from .safe_open import NotAFile, open_file, reading
@@ -122,7 +122,7 @@ def frame(payload: bytes) -> bytes:
 def read_header(descriptor: int, name: str) -> tuple[int, TailState]:
     """The offset of the first frame of an open segment, and WHOLE if the header is intact.
 
-    Raises :class:`LedgerError` for a schema newer than ours.
+    Raises :class:`JournalError` for a schema newer than ours.
     """
     data = os.pread(descriptor, _HEADER_BYTES, 0)
     line = _HEADER_LINE.match(data)
@@ -136,9 +136,9 @@ def read_header(descriptor: int, name: str) -> tuple[int, TailState]:
     return line.end(), TailState.WHOLE
 
 
-def newer_schema(name: str, what: str) -> LedgerError:
+def newer_schema(name: str, what: str) -> JournalError:
     """The error for a segment that only a later kvledger can read."""
-    return LedgerError(
+    return JournalError(
         f"{name} was written with {what} and this kvledger reads up to schema {SCHEMA}; "
         "read it with the version that wrote it, or a later one."
     )
@@ -219,13 +219,13 @@ def is_live(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, NotAFile):
         return False
     except OSError as error:
-        raise LedgerError(f"{folder / LOCK} can't be opened: {error.strerror}.") from error
+        raise JournalError(f"{folder / LOCK} can't be opened: {error.strerror}.") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError as error:
-        raise LedgerError(f"{folder / LOCK} can't be locked: {error.strerror}.") from error
+        raise JournalError(f"{folder / LOCK} can't be locked: {error.strerror}.") from error
     finally:
         os.close(descriptor)
     return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import LedgerError
-from .catalogue import BESIDE, ENGINE, Catalogue, left_out
+from .catalogue import BESIDE, ENGINE, Catalogue, left_out, unreadable
 from .format import is_live
 from .writer import Limits
 
@@ -56,7 +56,7 @@ def make_room(folder: Path, journal_bytes: int) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        left_out(folder, error)
+        left_out(unreadable(folder, error))
         return []
     journals.sort(key=lambda path: path.name.partition("-")[2])  # the time at which it was begun
     sized = [(journal, _size(journal)) for journal in journals]

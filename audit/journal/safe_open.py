@@ -86,6 +86,16 @@ def own_folder(folder: Path, refused: str) -> None:
         )
 
 
+def sync_folder(folder: Path) -> None:
+    """Let names that were given in a folder last. Not every file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def is_intact(path: Path, size: int) -> bool:
     """Whether this is a regular file of ``size`` bytes that can be read. Never raises."""
     try:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ..journal.catalogue import may_be_host
 from ..journal.host_folders import HostJournal
-from ..journal.safe_open import create_file, own_folder
+from ..journal.safe_open import create_file, own_folder, sync_folder
 
 DRAFT = ".new"
 """A file that is being written ends with this; its name is random, so nobody can prepare it."""
@@ -49,9 +49,4 @@ def replaced(path: Path, mode: int, refused: str) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
-    with contextlib.suppress(OSError):  # not every file system can sync a folder
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(path.parent)

@@ -13,7 +13,6 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.figures.sums import added
-from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.journal.safe_open import create_file, open_file, own_folder
 from ...audit.replay import checkpoint, serialize
@@ -35,7 +34,6 @@ from .kept import (
     columns_of,
     day_of,
     draft_of,
-    find,
     folder_of,
     hour_name,
     hour_time,
@@ -47,6 +45,7 @@ from .kept import (
     place,
     save,
     settle,
+    usable,
 )
 from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
@@ -56,6 +55,12 @@ from .schema import Column, Row, Rows
 WANTED = Wanted(audit=True, activity=True, blocks=True)
 ENDLESS = 1 << 62
 """A series of a kept activity is never made coarser than minutes."""
+
+
+AT_WORK = "another compact is at work on it"
+TOO_EARLY = "it has no batch before its last one"
+LATER = (AT_WORK, TOO_EARLY)
+"""Problems that pass."""
 
 
 class Compacted(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +80,10 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compact(journal: Path, keep: Retention | None = None) -> Compacted:
-    """Keep the facts of a journal, or continue those that are there, and remove old ones. Raises LedgerError.
+    """Keep the facts of a journal, or continue those that are there, and remove old ones.
 
-    ``journal`` may be the session of one that is gone, whose facts only grow old.
+    ``journal`` may be the session of one that is gone, whose facts only grow old. A journal that can't be
+    compacted has a problem.
     """
     path = journal_of(journal)
     if not path.is_dir() and not is_session(journal):
@@ -86,11 +92,10 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
     try:
         with _alone(path) as alone:
             if not alone:
-                return Compacted(journal=str(path), problem="another compact is at work on it")
-            session, there = find(journal), load(place(path))
-            if session is None and there is not None and 1 not in segments(path):
-                problem = "its facts are of another version, and its first segments are gone; they are kept"
-                return Compacted(journal=str(path), problem=problem)
+                return Compacted(journal=str(path), problem=AT_WORK)
+            (session, missed), there = usable(journal), load(place(path))
+            if missed:
+                return Compacted(journal=str(path), problem=missed)
             for kept in filter(None, (there,)):
                 settle(folder, kept)
             if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
@@ -99,8 +104,10 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
                 tidy(folder, path.name, session)
                 return _compacted(path, session)
             return _Compaction(path, session, there, keep).done()
+    except LedgerError as error:
+        return Compacted(journal=str(path), problem=str(error))
     except OSError as error:
-        raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
+        return Compacted(journal=str(path), problem=f"{folder} can't be written: {error.strerror}.")
 
 
 def _compacted(journal: Path, session: Session) -> Compacted:
@@ -289,7 +296,7 @@ class _Compaction:
                 damage = [str(place) for place in reader.damage[bool(rotated) :]]
             if last is None or audit.began_seconds is None or audit.engine is None:
                 sink.abandon()
-                return Compacted(journal=str(self._journal), problem="it has no batch before its last one")
+                return Compacted(journal=str(self._journal), problem=TOO_EARLY)
             session = self._at(audit, collector, last.start, sink)
             session.doubts = doubts.doubts
             session.damage = [*(before.damage if before is not None else ()), *damage][:MOST_DAMAGE]

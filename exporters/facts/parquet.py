@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...audit.errors import LedgerError
+from ...audit.errors import JournalError, LedgerError
 from ...audit.journal.safe_open import reading
 from .schema import Column, Row, Rows
 
@@ -46,7 +46,7 @@ def column_names(path: Path) -> list[str]:
         with reading(path) as opened, pq.ParquetFile(opened) as file:
             return list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
-        raise LedgerError(f"{path} can't be read: {error}.") from error
+        raise JournalError(f"{path} can't be read: {error}.") from error
 
 
 def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
@@ -59,7 +59,7 @@ def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(names), use_threads=False):
                 yield [_values(column) for column in map(batch.column, names)]
     except (pa.ArrowException, OSError) as error:
-        raise LedgerError(f"{path} can't be read: {error}.") from error
+        raise JournalError(f"{path} can't be read: {error}.") from error
 
 
 def _values(column: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import msgspec
 
 from ...audit.checks.auditor import Verdict
 from ...audit.checks.registry import Violation
-from ...audit.errors import LedgerError
+from ...audit.errors import JournalError
 from ...audit.events import Event
 from ...audit.journal.host_folders import journal_name
 from ...audit.journal.reader import Position
@@ -224,7 +224,7 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
     found = Replayed(engine, {name: [] for name in TABLES}, kept=kept)
     if wanted.audit:
         if not session.continues:
-            raise LedgerError(
+            raise JournalError(
                 f"{path} was compacted by another version of kvledger, and its journal is gone: it has rows "
                 "for summary, why and query, and no page."
             )
