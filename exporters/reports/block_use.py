@@ -12,9 +12,10 @@ from rich.text import Text
 from ...audit.analysis.block_states import STATES, BlockUse, Quantiles
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here, readable
+from ..csv_cells import csv_of
 from ..facts.kept import journals_and_sessions
 from ..facts.kept_blocks import block_use as block_use_at
-from .audit_data import csv_of, share
+from .audit_data import share
 from .terminal import blocks, counted, figures_table, listed, percent, title
 
 NO_BLOCKS = "no journal here has block events, which KVLEDGER_LEVEL=blocks records"

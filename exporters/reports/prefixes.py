@@ -12,8 +12,8 @@ from rich.text import Text
 from ...audit.analysis.prefixes import Prefix
 from ...audit.replay.block_traces import block_prefixes
 from ...audit.replay.parallel import Run, here, readable
+from ..csv_cells import csv_of
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .audit_data import csv_of
 from .terminal import blocks, counted, figures_table, indented, title
 
 LEGEND = (

@@ -50,7 +50,7 @@ def opens(tree: ast.AST) -> Iterator[int]:
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             first = ast.unparse(node.args[0]) if node.args else ""
-            named = name in OPENERS and (name != "open" or node.args)
+            named = name in OPENERS and (name != "open" or node.args or node.keywords)
             if named and not first.startswith(WRAPPED):
                 yield node.lineno
 
