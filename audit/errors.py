@@ -11,3 +11,9 @@ class LedgerError(Exception):
 
 class JournalError(LedgerError):
     """One journal can't be read, or lacks what a command needs. The others are read without it."""
+
+
+class Missed(JournalError):
+    """Figures were kept and can't be used: what there is no more is unknown."""
+
+    exit_code = 3

@@ -133,9 +133,10 @@ def _find(path: Path) -> list[Path]:
             if is_beside(folder) or not folder.is_dir():
                 continue
             if holds_journal(folder):
+                check_readable(folder)
                 journals.append(folder)
             elif may_be_host(folder):
-                found, errors = look_into(folder)
+                found, errors = look_into(folder, check_readable)
                 hosted += found
                 failed += [(folder, error) for error in errors]
         except FileNotFoundError:  # it was removed meanwhile
@@ -162,16 +163,20 @@ def may_be_host(folder: Path) -> bool:
     return not folder.name.startswith(".") and not is_beside(folder)
 
 
-def look_into(folder: Path) -> tuple[list[Path], list[LedgerError | OSError]]:
+def look_into(
+    folder: Path, check: Callable[[Path], None] = lambda _: None
+) -> tuple[list[Path], list[LedgerError | OSError]]:
     """The engines' journals in what may be a host's folder, and why others can't be read.
 
     What can't be read in a folder of other things is nobody's journal, unless it has an engine's name.
+    ``check`` raises for a journal that can't be read.
     """
     journals: list[Path] = []
     failed: list[tuple[Path, LedgerError | OSError]] = []
     for each in Catalogue(folder).engines_or_hosts:
         try:
             if each.is_dir() and holds_journal(each):
+                check(each)
                 journals.append(HostJournal.of(each, folder.name))
         except (LedgerError, OSError) as error:
             failed.append((each, error))
@@ -198,21 +203,23 @@ def is_beside(folder: Path) -> bool:
 
 
 def holds_journal(folder: Path) -> bool:
-    """Whether a folder is a journal.
-
-    Raises OSError if it can't be read, and :class:`LedgerError` for a newer schema and if only the names of
-    files look like one.
-    """
-    by_number, found = segments(folder), False
+    """Whether a folder is a journal. Raises :class:`LedgerError` if only its file names look like one."""
+    by_number = segments(folder)
     for path in by_number.values():
         with contextlib.suppress(FileNotFoundError, NotAFile, _NotASegment):
             _check_segment(path)
-            found = True
-    if found:
-        is_live(folder)  # raises if that can't be told
-    elif by_number:
+            return True
+    if by_number:
         raise JournalError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
-    return found
+    return False
+
+
+def check_readable(journal: Path) -> None:
+    """Raise OSError or :class:`LedgerError` if a segment of a journal can't be read, or its lock."""
+    for path in segments(journal).values():
+        with contextlib.suppress(FileNotFoundError, NotAFile, _NotASegment):
+            _check_segment(path)
+    is_live(journal)
 
 
 class _NotASegment(LedgerError):

@@ -26,7 +26,7 @@ from zlib import crc32
 import msgspec
 
 from ...audit.analysis.step_model import StepModel
-from ...audit.errors import LedgerError
+from ...audit.errors import LedgerError, Missed
 from ...audit.events import EngineStarted
 from ...audit.journal.catalogue import say
 from ...audit.journal.format import segments
@@ -410,6 +410,9 @@ def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) 
             raise
         found = sessions
     missed = {path: problem for path in found if (problem := usable(path)[1])}
+    left = [path for path in found if path not in missed or not is_session(path)]
     for problem in missed.values():
+        if not left:
+            raise Missed(problem)
         say(problem)
-    return [path for path in found if path not in missed or not is_session(path)]
+    return left
