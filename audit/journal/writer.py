@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import struct
 import time
@@ -38,7 +39,7 @@ from .format import (
     take_lock,
 )
 from .format import frame as framed
-from .safe_open import create_file
+from .safe_open import NotAFile, create_file
 
 BATCH_BYTES = 64 << 10
 """A batch ends above this size, which bounds how long encoding and decoding it hold the GIL."""
@@ -215,9 +216,11 @@ class JournalWriter:
 
     @property
     def removed(self) -> bool:
-        """Whether somebody has removed the lock or the segment that is appended to, or the whole folder."""
+        """Whether somebody has removed the lock or the segment that is appended to, or cut the segment."""
         if self._lock < 0:
             return False
+        if self._current >= 0 and _size(self._current) < self._bytes:
+            return True
         paths = [(self._lock, self.folder / LOCK)]
         if self._current >= 0:
             paths.append((self._current, self.folder / segment_name(self._number)))
@@ -437,12 +440,18 @@ class JournalWriter:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder. Tries repeatedly: a reader that asks if the writer is alive holds the lock briefly."""
+    """Lock the folder. Tries repeatedly: a reader that asks if the writer is alive holds the lock briefly.
+
+    What is no file there, in a folder to which nobody else writes, is removed.
+    """
     for _ in range(_LOCK_TRIES - 1):
         try:
             return take_lock(folder)
         except BlockingIOError:
             time.sleep(0.01)
+        except NotAFile:
+            path = folder / LOCK
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     return take_lock(folder)
 
 
@@ -455,6 +464,14 @@ def _gone(descriptor: int, path: Path) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino)
+
+
+def _size(descriptor: int) -> float:
+    """The bytes of an open file; infinity if that can't be found out."""
+    try:
+        return os.fstat(descriptor).st_size
+    except OSError:
+        return math.inf
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

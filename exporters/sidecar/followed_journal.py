@@ -9,10 +9,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from ...audit.checks.registry import Violation
+from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
@@ -45,6 +47,10 @@ class FollowedJournal:
         """Whether kvledger itself failed on this journal; it is not tried again."""
         self.retry_at = 0.0
         """The monotonic time before which a journal with a problem is not tried again."""
+        self.end_of_files = (0, 0)
+        """The number of the newest segment, and its bytes, when the journal had ended."""
+        self.read_at = time.time()
+        """Unix time at which a batch was last read."""
         self.damage = 0
         """How often the reader found something missing or damaged."""
         self.behind = False
@@ -97,6 +103,7 @@ class FollowedJournal:
         until = time.monotonic() + seconds
         self.behind = False
         for batch, violations in self.engine_audit.batches(self.reader, self.lock):
+            self.read_at = time.time()
             on_batch(self, batch, violations)
             if batch.begins_segment:
                 save_soon()
@@ -119,3 +126,27 @@ class FollowedJournal:
         with self.lock:
             self.engine_audit.end(stopped=self.reader.stopped)
         self.ended = True
+        self.end_of_files = end_of(self.engine_audit.path)
+
+    def revive(self) -> None:
+        """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
+        self.ended = self.reader.ended = False
+
+
+def end_of(journal: Path) -> tuple[int, int]:
+    """The number of the newest segment of a journal, and its bytes; zeros if that can't be found out."""
+    try:
+        if not journal.is_dir():
+            return 1, journal.stat().st_size
+        number, path = max(segments(journal).items(), default=(0, journal))
+        return number, path.lstat().st_size if number else 0
+    except OSError:
+        return 0, 0
+
+
+def written_at(journal: Path) -> float:
+    """Unix time at which the newest segment of a journal was written; 0.0 if that can't be found out."""
+    try:
+        return max((path.lstat().st_mtime for _, path in sorted(segments(journal).items())[-1:]), default=0.0)
+    except OSError:
+        return 0.0

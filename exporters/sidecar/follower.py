@@ -26,7 +26,8 @@ import msgspec
 from ... import __version__
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.journal.reader import Batch, Reader
+from ...audit.journal.format import is_live
+from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.followed_audit import FollowedAudit
@@ -36,7 +37,7 @@ from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
 from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
-from .followed_journal import FollowedJournal, OnBatch
+from .followed_journal import FollowedJournal, OnBatch, end_of, written_at
 from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
@@ -55,6 +56,12 @@ LEAST_SAVE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 60.0
 """If the reading thread finishes nothing for this long, it is stuck."""
 
+LOOK_SECONDS = 5.0
+"""How often journals that have ended are looked at: an end may be revoked."""
+
+UNREAD_SECONDS = 60.0
+"""A live engine that wrote longer after the last batch that was read has figures that stand still."""
+
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
 
@@ -63,6 +70,13 @@ PAST_NAMES = 32
 
 PAST_SECONDS = 24 * 3600.0
 """How long the figures of a name stay after its last engine has ended."""
+
+
+def _lives(journal: Path) -> bool:
+    try:
+        return journal.is_dir() and is_live(journal)
+    except (LedgerError, OSError):
+        return False
 
 
 def ignore(*_: object) -> None:
@@ -107,6 +121,8 @@ class Follower:
         """Lists the journals to follow."""
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
+        self._look_at = 0.0
+        """The monotonic time at which ended journals are looked at next."""
         self._to_fold: list[str] = []
         """The ended journals that are folded at the end of the present round."""
         self._folder = folder
@@ -189,6 +205,9 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop, seconds)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            self._revoke_ends()
         if not self._behind:
             self._route()
         if self._fold:
@@ -313,6 +332,48 @@ class Follower:
         """Remember a removed journal if its engine had ended and all of it was read."""
         if saved is not None and saved.ended and saved.beginning:
             self.ended.left(FoldedJournal(saved.name, saved.position.segment, saved.beginning))
+
+    # --- ends that were none ----------------------------------------------------------------------------
+
+    def _revoke_ends(self) -> None:
+        """Go on with journals whose engines live, or that grew; count live ones that stand still."""
+        for journal in list(self.journals.values()):
+            path = journal.engine_audit.path
+            if journal.ended and not journal.broken and (_lives(path) or end_of(path) > journal.end_of_files):
+                self._revive(journal)
+        for folded in list(self.ended.folded.values()):
+            path = self._finder.path(folded.name)
+            if _lives(path) and end_of(path)[0] > folded.segment:
+                self._follow_again(folded, path)
+        unread = sum(map(self._stands_still, self.journals.values()))
+        unread += sum(_lives(self._finder.path(name)) for name in self.ended.folded)
+        self.health.unread = unread
+
+    def _revive(self, journal: FollowedJournal) -> None:
+        with self.lock:
+            journal.revive()
+            self.ended.revoked(engine_label(journal.engine_audit), journal.name)
+        if journal.name in self._to_fold:
+            self._to_fold.remove(journal.name)
+        self._notify_once(f"{journal.name} seemed to have ended and goes on.")
+        self._read(journal, None, TURN_SECONDS)
+
+    def _follow_again(self, folded: FoldedJournal, path: Path) -> None:
+        """Follow a folded journal from its next segment: its sums have what came before."""
+        engine_audit = FollowedAudit(path)
+        self.on_opened(engine_audit)
+        start = Position(segment=folded.segment + 1, event=-1)
+        with self.lock:
+            del self.ended.folded[folded.name]
+            self.journals[folded.name] = FollowedJournal(folded.name, engine_audit, Reader(path, start=start))
+        self._notify_once(f"{folded.name} seemed to have ended and goes on.")
+        self._read(self.journals[folded.name], None, TURN_SECONDS)
+
+    def _stands_still(self, journal: FollowedJournal) -> bool:
+        """Whether a live engine wrote and nothing of it has been read since."""
+        path = journal.engine_audit.path
+        written = written_at(path)
+        return written > journal.read_at + UNREAD_SECONDS and _lives(path)
 
     # --- engines that have ended ----------------------------------------------------------------------
 
@@ -444,6 +505,7 @@ class Follower:
         journal.reader.ended = journal.ended = state.ended
         journal.reader.stopped = state.stopped
         journal.shown = state.ended
+        journal.end_of_files = end_of(engine_audit.path)
         journal.damage = state.damage
         journal.saved = state
         self.journals[state.name] = journal
