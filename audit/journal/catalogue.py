@@ -130,12 +130,12 @@ def _find(path: Path) -> list[Path]:
     failed: list[tuple[Path, LedgerError | OSError]] = []
     for folder in inside:
         try:
-            if is_beside(folder) or not folder.is_dir():
+            if not may_be_host(folder) or not folder.is_dir():
                 continue
             if holds_journal(folder):
                 check_readable(folder)
                 journals.append(folder)
-            elif may_be_host(folder):
+            else:
                 found, errors = look_into(folder, check_readable)
                 hosted += found
                 failed += [(folder, error) for error in errors]

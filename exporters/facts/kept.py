@@ -17,6 +17,7 @@ replacement of the session lists both. So what is removed by its age is not lost
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -301,7 +302,7 @@ def draft_of(path: Path) -> Path:
 def readable(folder: Path, file: KeptFile) -> Path:
     """Where a listed file is: under its name, or still under that of its draft."""
     path = folder / file.path
-    return path if path.exists() or not draft_of(path).exists() else draft_of(path)
+    return path if os.path.lexists(path) or not os.path.lexists(draft_of(path)) else draft_of(path)
 
 
 def journal_of(path: Path) -> Path:
@@ -391,7 +392,7 @@ def settle(folder: Path, session: Session) -> None:
 
 def has_one(path: Path) -> bool:
     """Whether the journal was compacted, or this is the session of one that is gone."""
-    return is_session(path) or place(path).exists()
+    return is_session(path) or os.path.lexists(place(path))
 
 
 def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from tests.planted import KINDS, TooLong, limited, plant
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import checkpoint
+from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.metrics.metric_list import collect
 from kvledger.exporters.sidecar.follower import Follower
 
+NOBODY = 65_534
 QUERY = "select count(*) from requests"
 COMMANDS = (
     "audit {} --format json",
@@ -99,3 +103,65 @@ def test_the_sidecar_follows_the_others(healthy: Path, planted: Path) -> None:
 
     assert families
     assert all(follower.journals[path.name].shown for path in healthy.glob("engine-*"))
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Everything inside is done by a user who owns nothing here."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.fixture
+def shared(healthy: Path) -> Iterator[Path]:
+    """Journals that every user may read, which a sidecar and a compaction of root keep files beside."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = Path(shutil.copytree(healthy, Path(name, "journals")))
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        for journal in folder.glob("engine-*"):
+            assert "" == compact(journal).problem
+        follower = Follower(folder, folder / checkpoint.HIDDEN)
+        follower.catch_up()
+        follower.close()
+        Path(name, "out").mkdir()
+        os.chmod(Path(name, "out"), 0o777)
+        yield folder
+
+
+def test_the_files_of_root_stop_no_other_user(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared.parent / "out"
+    before = answers(shared, out, capsys)  # imports what commands import; another user may not read it
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with another_user():
+        after = answers(shared, out, capsys)
+
+    refused = {command for command in COMMANDS if command.startswith("compact")}
+    assert {command: answer[0] for command, answer in before.items() if command not in refused} == {
+        command: answer[0] for command, answer in after.items() if command not in refused
+    }
+    assert {3} == {after[command][0] for command in refused}
+
+
+def test_a_journal_of_another_user_is_left_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared.parent / "out"
+    other = max(shared.glob("engine-*"))
+    answers(shared, out, capsys)
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    other.chmod(0o700)
+    with another_user():
+        after = answers(shared, out, capsys)
+
+    assert {} == {command: answer for command, answer in after.items() if answer[0] not in (1, 3)}
+    for command, (code, said) in after.items():
+        assert code == 1 or f"Left out: {other} can't be read: Permission denied." in said, command
