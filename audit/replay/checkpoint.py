@@ -150,8 +150,8 @@ def beginning(journal: Path, segment: int) -> bytes:
 
     The first frame holds the engine's start time, so it differs between any two journals.
     """
-    path = journal / segment_name(segment) if journal.is_dir() else journal
     try:
+        path = journal / segment_name(segment) if journal.is_dir() else journal
         with reading(path) as file:
             return file.read(len(HEADER) + FRAME.size)
     except OSError:

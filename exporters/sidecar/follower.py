@@ -13,6 +13,7 @@ One thread reads; other threads take ``lock`` before they look at the audits. Ru
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -121,6 +122,8 @@ class Follower:
         """Lists the journals to follow."""
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
+        self._out_of_reach: dict[str, JournalState] = {}
+        """What the checkpoint has of journals whose folders can't be read since the start."""
         self._look_at = 0.0
         """The monotonic time at which ended journals are looked at next."""
         self._to_fold: list[str] = []
@@ -165,6 +168,7 @@ class Follower:
     def problems(self) -> list[str]:
         """Which journals can't be read now, and why. The caller holds ``lock``."""
         problems = [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
+        problems += [f"{name}: its folder can't be read" for name in self._out_of_reach]
         return problems + [f"{name}: a batch of it is still being posted" for name in sorted(self.lock.busy)]
 
     @property
@@ -298,9 +302,15 @@ class Follower:
     # --- which journals there are ---------------------------------------------------------------------
 
     def _find(self) -> None:
-        names = set(self._finder.names([*self.journals, *self.ended.folded], self._notify_once))
+        known = [*self.journals, *self.ended.folded, *self._out_of_reach]
+        names = set(self._finder.names(known, self._notify_once))
+        for state in [*self._out_of_reach.values()]:
+            with self.lock:
+                if self._restored(state):
+                    del self._out_of_reach[state.name]
         new = {}
-        for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
+        followed = {*self.journals, *self.ended.folded, *self._out_of_reach}
+        for name in sorted(names - followed):
             path = self._finder.path(name)
             if self._finder.is_journal(name, self._notify_once) and not self.ended.came_back(name, path):
                 engine_audit = FollowedAudit(path)
@@ -437,6 +447,7 @@ class Follower:
 
     def _state(self, now: float) -> Checkpoint:
         journals = [state for one in self.journals.values() if (state := one.state()) is not None]
+        journals += self._out_of_reach.values()
         ended = self.ended
         past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
         folded = list(ended.folded.values())
@@ -464,10 +475,21 @@ class Follower:
         for one in loaded.folded:
             self._resume_folded(one)
         for state in loaded.journals:
-            self._restore(
-                state.engine_audit, self._finder.path(state.name), partial(self._resume_journal, state)
-            )
+            if not self._restored(state):
+                self._out_of_reach[state.name] = state
+                self._notify(f"{self._finder.path(state.name)} can't be read; it is tried again.")
         self.ended.sort()
+
+    def _restored(self, state: JournalState) -> bool:
+        """Go on with a journal of the checkpoint, unless nobody can say whether it is there."""
+        path = self._finder.path(state.name)
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()
+        except OSError:
+            return False
+        self._restore(state.engine_audit, path, partial(self._resume_journal, state))
+        return True
 
     def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[FollowedAudit], None]) -> None:
         try:
