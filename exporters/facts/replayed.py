@@ -34,12 +34,12 @@ from .kept import (
     KeptFile,
     Session,
     columns_of,
-    find,
     folder_of,
     is_session,
     is_summed,
     journal_of,
     readable,
+    usable,
     whole_minutes,
 )
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, head, request_row
@@ -178,12 +178,14 @@ def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
 
     ``path`` may be that of the session of a journal that is gone.
     """
-    session = find(path)
+    session, missed = usable(path)
     if session is not None and is_session(path):
         return _left(path, session, session.within(window), wanted)
     if session is not None and whole_minutes(window):  # engine time is kept by the minute
         return _since(path, session, session.within(window), wanted)
     audit = _audit(path, window, wanted)
+    if missed:
+        audit.journal.missed.append(missed)
     return _read(audit, wanted, skip_to_window(audit), None)
 
 

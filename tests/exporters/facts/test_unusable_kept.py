@@ -13,6 +13,8 @@ from tests.exporters.facts.test_kept_blocks import Engine
 from kvledger.audit.journal.format import segment_name, segments
 from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.dataset import facts
+from kvledger.exporters.facts.replayed import Wanted
 
 
 def _session(journal: Path) -> Path:
@@ -94,6 +96,17 @@ def test_it_is_said_and_the_code_is_3(
     assert kept_files == {
         path: path.lstat().st_mtime_ns for path in kept.folder_of(journal).rglob("*.parquet")
     }
+
+
+@pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
+def test_the_verdict_of_a_page_is_unknown(spoil: Callable[[Path], object], journal: Path) -> None:
+    (journal / segment_name(1)).unlink()
+    spoil(journal)
+    with facts([journal.parent], wanted=Wanted(audit=True)) as found:
+        (audit,) = found.audits
+
+    assert any("the only record of requests" in doubt for doubt in audit.doubts)
+    assert "clean" != audit.verdict
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
