@@ -51,15 +51,10 @@ def salt_name(labels: ev.RequestLabels) -> str:
 
 
 def cut_id(request_id: str) -> str:
-    """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it.
-
-    A surrogate without its other half, which no encoding has, is written as in a Python string.
-    """
-    if not request_id.isascii():
-        request_id = request_id.encode(errors="backslashreplace").decode()
+    """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it."""
     if len(request_id) <= ID_CHARACTERS:
         return request_id
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"{request_id[: ID_CHARACTERS - len(digest) - 1]}~{digest}"
 
 

@@ -20,7 +20,7 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -189,7 +189,7 @@ class JournalWriter:
         for event in events:
             refused = ""
             try:
-                data, event_at = self._encode(event), event.at
+                data, event_at = self._encode_alone(event), event.at
                 if len(data) > LARGEST_EVENT_BYTES and type(event) is not Snapshot:
                     refused = "an event is too large"
             except Exception as error:
@@ -208,6 +208,13 @@ class JournalWriter:
             self._append_all(encoded, at)
         else:
             self._report_loss_if_open()
+
+    def _encode_alone(self, event: Event) -> bytes:
+        """Encode one event. A surrogate in its text, which no encoding has, becomes ``\\ud800``."""
+        try:
+            return self._encode(event)
+        except UnicodeEncodeError:
+            return self._encode(_encodable(msgspec.to_builtins(event)))
 
     def _append_all(self, encoded: list[bytes], at: int) -> None:
         if encoded:
@@ -437,6 +444,15 @@ class JournalWriter:
         del self._closed[0]
         self._closed_bytes -= size
         return True
+
+
+def _encodable(value: Any) -> Any:
+    """Plain data whose text can be encoded."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _lock(folder: Path) -> int:
