@@ -196,33 +196,39 @@ def options(
 
 
 class LeftOut(logging.Handler):
-    """Prints each sentence about a journal that is left out, once."""
+    """Passes each sentence about a journal that is left out to ``write``, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
-        self.said: dict[str, None] = {}
+        self.said: set[str] = set()
         """The sentences."""
+        self._write = write
+        """Prints or logs a sentence."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See the base."""
-        from .audit.text import printable
-
-        sentence = printable(" ".join(record.getMessage().split()))
+        sentence = record.getMessage()
         if sentence not in self.said:
-            self.said[sentence] = None
-            print(sentence, file=sys.stderr)
+            self.said.add(sentence)
+            self._write(sentence)
 
 
 @contextmanager
-def _left_out() -> Iterator[LeftOut]:
-    logger, handler = logging.getLogger("kvledger.journals"), LeftOut()
-    logger.addHandler(handler)
-    before, logger.propagate = logger.propagate, False
+def left_out_to(write: Callable[[str], object]) -> Iterator[LeftOut]:
+    """Pass what is left out meanwhile to ``write``, and to nobody else."""
+    logger, handler = logging.getLogger("kvledger.journals"), LeftOut(write)
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
     try:
         yield handler
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        logger.handlers, logger.propagate = before
+
+
+def _print_left_out(sentence: str) -> None:
+    from .audit.text import printable
+
+    print(printable(" ".join(sentence.split())), file=sys.stderr)
 
 
 def main() -> NoReturn:
@@ -241,7 +247,7 @@ def main() -> NoReturn:
             from typer.completion import completion_init  # type: ignore[attr-defined]
 
             completion_init()
-        with _left_out() as left:
+        with left_out_to(_print_left_out) as left:
             code = app(words, prog_name="kvledger", standalone_mode=False) or 0
         code = code or (CODES["unknown"] if left.said else 0)
         sys.stdout.flush()
