@@ -124,6 +124,8 @@ class Follower:
         """Whether ended engines of one name share an audit, and leave after a while."""
         self._out_of_reach: dict[str, JournalState] = {}
         """What the checkpoint has of journals whose folders can't be read since the start."""
+        self._refused: dict[str, str] = {}
+        """Why what may be a journal can't be told to be one, by its name."""
         self._look_at = 0.0
         """The monotonic time at which ended journals are looked at next."""
         self._to_fold: list[str] = []
@@ -169,6 +171,7 @@ class Follower:
         """Which journals can't be read now, and why. The caller holds ``lock``."""
         problems = [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
         problems += [f"{name}: its folder can't be read" for name in self._out_of_reach]
+        problems += [f"{name}: {sentence}" for name, sentence in self._refused.items()]
         return problems + [f"{name}: a batch of it is still being posted" for name in sorted(self.lock.busy)]
 
     @property
@@ -310,9 +313,10 @@ class Follower:
                     del self._out_of_reach[state.name]
         new = {}
         followed = {*self.journals, *self.ended.folded, *self._out_of_reach}
+        self._refused = {}
         for name in sorted(names - followed):
             path = self._finder.path(name)
-            if self._finder.is_journal(name, self._notify_once) and not self.ended.came_back(name, path):
+            if self._is_journal(name) and not self.ended.came_back(name, path):
                 engine_audit = FollowedAudit(path)
                 self.on_opened(engine_audit)
                 new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
@@ -323,6 +327,14 @@ class Follower:
             self._retire(name)
         for name in self.ended.folded.keys() - names:
             self.ended.left(self.ended.folded.pop(name))
+
+    def _is_journal(self, name: str) -> bool:
+        said: list[str] = []
+        found = self._finder.is_journal(name, said.append)
+        for sentence in said:
+            self._refused[name] = sentence
+            self._notify_once(sentence)
+        return found
 
     def _retire(self, name: str) -> None:
         """The journal's folder is gone: keep the sums, and nothing else."""

@@ -105,6 +105,7 @@ def test_the_sidecar_follows_the_others(healthy: Path, planted: Path) -> None:
         follower.close()
 
     assert families
+    assert follower.health.unreadable and any("engine-2-9-0" in problem for problem in follower.problems)
     assert all(follower.journals[path.name].shown for path in healthy.glob("engine-*"))
 
 
