@@ -49,8 +49,12 @@ class FollowedJournal:
         """The monotonic time before which a journal with a problem is not tried again."""
         self.end_of_files = (0, 0)
         """The number of the newest segment, and its bytes, when the journal had ended."""
-        self.read_at = time.time()
-        """Unix time at which a batch was last read."""
+        self.batches = 0
+        """How many batches were read."""
+        self.unread_since = math.inf
+        """The monotonic time since which the journal grows and nothing of it is read; infinity: it is."""
+        self._looked: tuple[int, tuple[int, int]] | None = None
+        """The batches read and the end of the files at the last :meth:`look`; None before the first."""
         self.damage = 0
         """How often the reader found something missing or damaged."""
         self.behind = False
@@ -103,7 +107,7 @@ class FollowedJournal:
         until = time.monotonic() + seconds
         self.behind = False
         for batch, violations in self.engine_audit.batches(self.reader, self.lock):
-            self.read_at = time.time()
+            self.batches += 1
             on_batch(self, batch, violations)
             if batch.begins_segment:
                 save_soon()
@@ -128,6 +132,15 @@ class FollowedJournal:
         self.ended = True
         self.end_of_files = end_of(self.engine_audit.path)
 
+    def look(self) -> None:
+        """See whether the journal has grown and nothing of it is read. By no clock but this process's."""
+        before, now = self._looked, (self.batches, end_of(self.engine_audit.path))
+        self._looked = now
+        if before is None or now[0] != before[0]:
+            self.unread_since = math.inf
+        elif now[1] > before[1] and math.isinf(self.unread_since):
+            self.unread_since = time.monotonic()
+
     def revive(self) -> None:
         """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
         self.ended = self.reader.ended = False
@@ -142,11 +155,3 @@ def end_of(journal: Path) -> tuple[int, int]:
         return number, path.lstat().st_size if number else 0
     except OSError:
         return 0, 0
-
-
-def written_at(journal: Path) -> float:
-    """Unix time at which the newest segment of a journal was written; 0.0 if that can't be found out."""
-    try:
-        return max((path.lstat().st_mtime for _, path in sorted(segments(journal).items())[-1:]), default=0.0)
-    except OSError:
-        return 0.0

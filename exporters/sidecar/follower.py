@@ -38,7 +38,7 @@ from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
 from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
-from .followed_journal import FollowedJournal, OnBatch, end_of, written_at
+from .followed_journal import FollowedJournal, OnBatch, end_of
 from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
@@ -61,7 +61,7 @@ LOOK_SECONDS = 5.0
 """How often journals that have ended are looked at: an end may be revoked."""
 
 UNREAD_SECONDS = 60.0
-"""A live engine that wrote longer after the last batch that was read has figures that stand still."""
+"""If a live engine writes for so long and nothing of it is read, its figures stand still."""
 
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
@@ -392,10 +392,10 @@ class Follower:
         self._read(self.journals[folded.name], None, TURN_SECONDS)
 
     def _stands_still(self, journal: FollowedJournal) -> bool:
-        """Whether a live engine wrote and nothing of it has been read since."""
-        path = journal.engine_audit.path
-        written = written_at(path)
-        return written > journal.read_at + UNREAD_SECONDS and _lives(path)
+        """Whether a live engine writes and nothing of it is read."""
+        journal.look()
+        still = time.monotonic() - journal.unread_since > UNREAD_SECONDS
+        return still and _lives(journal.engine_audit.path)
 
     # --- engines that have ended ----------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,9 +126,11 @@ def test_a_live_engine_of_which_nothing_is_read_is_said(
     with following(tmp_path) as follower:
         polled(follower)
         assert 0 == follower.health.unread
+        monkeypatch.setattr(follower_module, "UNREAD_SECONDS", 0.0)
         emptied(tmp_path / "engine-1")
-        written = time.time() + follower_module.UNREAD_SECONDS + 1
-        os.utime(current(tmp_path / "engine-1"), (written, written))
+        polled(follower)
+        assert 0 == follower.health.unread, "it writes nothing"
+        engine.serve()
         polled(follower)
         assert 1 == follower.health.unread
         goes_on(engine)
