@@ -316,6 +316,7 @@ class Recorder:
         try:
             writer.recreate()
         except OSError as error:
+            writer.write_failures += 1
             if repr(error) != self._not_recreated:
                 self._not_recreated = repr(error)
                 logger.warning("kvledger can't make the journal %s again: %r", self.folder, error)
