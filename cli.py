@@ -19,7 +19,20 @@ import typer
 from . import __version__
 from . import cli_options as opt
 from .cli_options import argument, choice, option, setting
-from .cli_run import ALL, CODES, COMPLETE, JOBS, NONE, NOT_DASK, WINDOW, Reading, Report, app, command
+from .cli_run import (
+    ALL,
+    CODES,
+    COMPLETE,
+    JOBS,
+    NONE,
+    NOT_DASK,
+    WINDOW,
+    Reading,
+    Report,
+    app,
+    command,
+    left_out_to,
+)
 from .cli_run import main as main
 
 SHELLS = "bash|zsh|fish"
@@ -813,7 +826,8 @@ def serve(
         sidecar.check_config(path, address, **settings)
         typer.echo("The configuration is valid.")
     else:
-        sidecar.serve(path, address, log, inform=log.info, **settings)
+        with left_out_to(log):
+            sidecar.serve(path, address, log, inform=log.info, **settings)
 
 
 @command(opt.LIVE, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")

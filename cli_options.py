@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 AUDIT_CODES = (
-    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events are missing) and nothing "
-    "violated"
+    "Exit codes: 0 clean; 1 violated; 2 bad usage or input; 3 unknown (events or journals are missing) and "
+    "nothing violated"
 )
 EXIT_CODES = f"{AUDIT_CODES}; 4 the demo's engine did not run; 70 a defect of kvledger."
 

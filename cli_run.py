@@ -10,6 +10,7 @@ import errno
 import functools
 import inspect
 import io
+import logging
 import os
 import sys
 import traceback
@@ -194,8 +195,47 @@ def options(
 # --- how it ends ----------------------------------------------------------------------------------------
 
 
+class LeftOut(logging.Handler):
+    """Passes each sentence about a journal that is left out to ``write``, once."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self.said: set[str] = set()
+        """The sentences."""
+        self._write = write
+        """Prints or logs a sentence."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See the base."""
+        sentence = record.getMessage()
+        if sentence not in self.said:
+            self.said.add(sentence)
+            self._write(sentence)
+
+
+@contextmanager
+def left_out_to(write: Callable[[str], object]) -> Iterator[LeftOut]:
+    """Pass what is left out meanwhile to ``write``, and to nobody else."""
+    logger, handler = logging.getLogger("kvledger.journals"), LeftOut(write)
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    try:
+        yield handler
+    finally:
+        logger.handlers, logger.propagate = before
+
+
+def _print_left_out(sentence: str) -> None:
+    from .audit.text import printable
+
+    print(printable(" ".join(sentence.split())), file=sys.stderr)
+
+
 def main() -> NoReturn:
-    """Run the command line; an error becomes one sentence on standard error and an exit code."""
+    """Run the command line; an error becomes one sentence on standard error and an exit code.
+
+    A result that lacks a journal is unknown, unless something is violated in the others.
+    """
     debug = "--debug" in sys.argv[1:]
     if sys.stdout is None:  # the caller closed it and wants the exit code only
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -207,7 +247,9 @@ def main() -> NoReturn:
             from typer.completion import completion_init  # type: ignore[attr-defined]
 
             completion_init()
-        code = app(words, prog_name="kvledger", standalone_mode=False) or 0
+        with left_out_to(_print_left_out) as left:
+            code = app(words, prog_name="kvledger", standalone_mode=False) or 0
+        code = code or (CODES["unknown"] if left.said else 0)
         sys.stdout.flush()
     except BrokenPipeError:
         code = _reader_gone()

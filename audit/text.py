@@ -24,6 +24,9 @@ TEXT_CHARACTERS = 4096
 """Other text is cut to this length when it is read."""
 
 
+MOST_PRIORITY = (1 << 63) - 1
+
+
 def printable(text: str) -> str:
     """``text`` with every character that is not printable written as in a Python string: ``\\x1b``."""
     if text.isprintable():
@@ -53,6 +56,11 @@ def cut_id(request_id: str) -> str:
         return request_id
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"{request_id[: ID_CHARACTERS - len(digest) - 1]}~{digest}"
+
+
+def cut_priority(priority: int) -> int:
+    """A priority as events hold it: one beyond 64 bits, which a client may ask for, is the last of them."""
+    return max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
 
 
 def shown_id(request_id: str) -> str:

@@ -222,6 +222,17 @@ ALERTS: tuple[Alert, ...] = (
         "the reason: often a newer kvledger wrote them, or the sidecar may not read their folder.",
     ),
     Alert(
+        "KvledgerFiguresStandStill",
+        "kvledger_sidecar_unread_journals > 0",
+        "1m",
+        "critical",
+        "The sidecar {{ $labels.instance }} reads nothing of {{ $value }} live engines",
+        "Engines write journals and the sidecar reads nothing of them, so their figures stand still. Their "
+        "files were changed, or the sidecar can't follow them: its log and its first page name the journal. "
+        "`kvledger audit` on the journal says what is damaged. An engine begins a new segment within a "
+        "second where its files were removed or cut; restart the sidecar if the figures do not go on then.",
+    ),
+    Alert(
         "KvledgerCheckFailures",
         f"sum by ({ENGINE}) (increase(kvledger_check_failures_total[15m])) > 0",
         "0m",

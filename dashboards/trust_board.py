@@ -314,6 +314,7 @@ HEALTH = PanelRow(
                     "{{reason}}, {{instance}}",
                 ),
                 Query("sum by (instance) (kvledger_sidecar_unreadable_journals{@sidecar})", "unreadable now"),
+                Query("sum by (instance) (kvledger_sidecar_unread_journals{@sidecar})", "live and not read"),
             ),
             unit="none",
             width=6,

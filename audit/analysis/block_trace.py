@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ..errors import LedgerError
+from ..errors import JournalError, LedgerError
 from ..events import Admitted
 
 ADMIT, GROW, CACHED, RELEASE, DROP, RESET, HIT, EVICT = range(8)
@@ -46,7 +46,7 @@ UNNAMED = -(1 << 63)
 bits: that one has such a number is as improbable as that two contents have the same."""
 
 
-class NoBlockTrace(LedgerError):
+class NoBlockTrace(JournalError):
     """A journal from which no block trace can be made."""
 
 

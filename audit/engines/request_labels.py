@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from .. import events as ev
+from ..text import cut_priority
 from .pool.isolation import IsolationClasses
 
 logger = logging.getLogger("kvledger")
@@ -58,7 +59,7 @@ class LabelReader:
             salt = getattr(request, "cache_salt", None)
             lora = _cut(str(adapter.lora_name)) if adapter else ""
             group = self._group(request.request_id) if self._pattern is not None else ""
-            priority = getattr(request, "priority", 0)  # v1 of 0.9.1 has none
+            priority = cut_priority(getattr(request, "priority", 0))  # v1 of 0.9.1 has none
             if not (lora or salt or group or priority):
                 return None
             return ev.RequestLabels(lora, self._classes.of_salt(salt) if salt else 0, group, priority)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import events as ev
-from ..text import cut_id
+from ..text import cut_id, cut_priority
 from .admissions import Admissions
 from .ends_of_lives import Lives
 from .engine_counts import EngineCounts
@@ -80,7 +80,7 @@ class Steps:
                 cut_id(request_id),
                 request.num_prompt_tokens,
                 request.max_tokens,
-                request.priority,
+                cut_priority(request.priority),
                 request.pooling_params is not None,
                 resumable,
                 _traceparent(headers) if headers else None,

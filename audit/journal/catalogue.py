@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..errors import LedgerError
-from .format import NoSegmentFile, open_segment, read_header, segments
+from ..errors import JournalError, LedgerError
+from .format import is_live, read_header, segments
 from .host_folders import HostJournal
+from .safe_open import NotAFile, reading
+
+logger = logging.getLogger("kvledger.journals")
+"""Gets a warning for each journal that is left out; the command line prints them and ends with 3."""
 
 ENGINE = "engine-"
 """The folder name of an engine's journal begins with this."""
@@ -62,15 +67,48 @@ class Catalogue:
         return [path for path in self.paths if may_be_host(path)]
 
     def journals(self, *kinds: str) -> list[Path]:
-        """The journals of these kinds."""
-        return [path for path in self.named(*kinds) if path.is_dir() and segments(path)]
+        """The journals of these kinds, without those that can't be listed."""
+        return [path for path in self.named(*kinds) if _tried(path, _has_segments)]
+
+
+def say(sentence: str) -> None:
+    """Warn that figures lack something, in a sentence."""
+    logger.warning("%s", sentence)
+
+
+def left_out(error: LedgerError) -> None:
+    """Say that a journal, or what may be one, can't be read; the others are."""
+    say(f"Left out: {error}")
+
+
+def unreadable(path: Path, error: LedgerError | OSError) -> LedgerError:
+    """The sentence that says why this path can't be read."""
+    if isinstance(error, LedgerError):
+        return error
+    return JournalError(f"{path} can't be read: {error.strerror}.")
+
+
+def _tried(path: Path, is_one: Callable[[Path], bool]) -> bool:
+    """Whether this is one. False, and said, for what can't be read."""
+    try:
+        return is_one(path)
+    except FileNotFoundError:  # it was removed meanwhile
+        return False
+    except (LedgerError, OSError) as error:
+        left_out(unreadable(path, error))
+        return False
+
+
+def _has_segments(path: Path) -> bool:
+    return path.is_dir() and bool(segments(path))
 
 
 def find_journals(paths: Iterable[str | Path]) -> list[Path]:
     """The journal folders and single segments at ``paths``, in order, each once.
 
     A path may be a journal folder, a folder of several journals (``KVLEDGER_DIR``), a folder with one for
-    each host, or a segment file. Raises :class:`LedgerError` for a path that is missing or no journal.
+    each host, or a segment file. In a folder, a journal that can't be read is left out, and said. Raises
+    :class:`LedgerError` for a path that is missing or no journal.
     """
     return list(dict.fromkeys(itertools.chain.from_iterable(_find(Path(path)) for path in paths)))
 
@@ -85,14 +123,32 @@ def _find(path: Path) -> list[Path]:
         if holds_journal(path):
             return [path]
         inside = Catalogue(path).paths
-        folders = [folder for folder in inside if folder.is_dir() and not is_beside(folder)]
-        journals = [folder for folder in folders if holds_journal(folder)]
-        hosts = [folder for folder in folders if folder not in journals and may_be_host(folder)]
-        journals += [journal for host in hosts for journal in host_journals(host)]
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
-    if journals:
-        return journals
+    journals: list[Path] = []
+    hosted: list[Path] = []
+    failed: list[tuple[Path, LedgerError | OSError]] = []
+    for folder in inside:
+        try:
+            if not may_be_host(folder) or not folder.is_dir():
+                continue
+            if holds_journal(folder):
+                check_readable(folder)
+                journals.append(folder)
+            else:
+                found, errors = look_into(folder, check_readable)
+                hosted += found
+                failed += [(folder, error) for error in errors]
+        except FileNotFoundError:  # it was removed meanwhile
+            continue
+        except (LedgerError, OSError) as error:
+            failed.append((folder, error))
+    if journals or hosted:
+        for each, why in failed:
+            left_out(unreadable(each, why))
+        return journals + hosted
+    for each, why in failed:
+        raise unreadable(each, why)
     if not inside:
         raise LedgerError(f"{path} is empty: no journal was written there yet.")
     if any(is_beside(folder) for folder in inside):
@@ -107,27 +163,20 @@ def may_be_host(folder: Path) -> bool:
     return not folder.name.startswith(".") and not is_beside(folder)
 
 
-def host_journals(folder: Path) -> list[Path]:
-    """The engines' journals in a host's folder; none if it is a folder of other things.
-
-    Raises OSError or :class:`LedgerError` for a journal that can't be read.
-    """
-    journals, failed = look_into(folder)
-    if failed:
-        raise failed[0]
-    return journals
-
-
-def look_into(folder: Path) -> tuple[list[Path], list[LedgerError | OSError]]:
+def look_into(
+    folder: Path, check: Callable[[Path], None] = lambda _: None
+) -> tuple[list[Path], list[LedgerError | OSError]]:
     """The engines' journals in what may be a host's folder, and why others can't be read.
 
     What can't be read in a folder of other things is nobody's journal, unless it has an engine's name.
+    ``check`` raises for a journal that can't be read.
     """
     journals: list[Path] = []
     failed: list[tuple[Path, LedgerError | OSError]] = []
     for each in Catalogue(folder).engines_or_hosts:
         try:
             if each.is_dir() and holds_journal(each):
+                check(each)
                 journals.append(HostJournal.of(each, folder.name))
         except (LedgerError, OSError) as error:
             failed.append((each, error))
@@ -157,14 +206,20 @@ def holds_journal(folder: Path) -> bool:
     """Whether a folder is a journal. Raises :class:`LedgerError` if only its file names look like one."""
     by_number = segments(folder)
     for path in by_number.values():
-        try:
+        with contextlib.suppress(FileNotFoundError, NotAFile, _NotASegment):
             _check_segment(path)
-        except (FileNotFoundError, NoSegmentFile, _NotASegment):
-            continue
-        return True
+            return True
     if by_number:
-        raise LedgerError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
+        raise JournalError(f"{folder} is not a kvledger journal: no segment in it has a journal's header.")
     return False
+
+
+def check_readable(journal: Path) -> None:
+    """Raise OSError or :class:`LedgerError` if a segment of a journal can't be read, or its lock."""
+    for path in segments(journal).values():
+        with contextlib.suppress(FileNotFoundError, NotAFile, _NotASegment):
+            _check_segment(path)
+    is_live(journal)
 
 
 class _NotASegment(LedgerError):
@@ -172,7 +227,7 @@ class _NotASegment(LedgerError):
 
 
 def _check_segment(path: Path) -> None:
-    with open_segment(path) as file:
+    with reading(path) as file:
         start, _ = read_header(file.fileno(), path.name)
         if not start:
             empty = not os.fstat(file.fileno()).st_size

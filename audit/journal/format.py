@@ -13,24 +13,22 @@ describes the format in prose. Its rules:
 from __future__ import annotations
 
 import enum
-import errno
 import fcntl
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Generator
-from io import FileIO
 from pathlib import Path
 from typing import Annotated
 from zlib import crc32
 
 import msgspec
 
-from ..errors import LedgerError
+from ..errors import JournalError
 from ..events import SCHEMA
 from ..pool_calls import AnyEvent
+from .safe_open import NotAFile, open_file, reading
 
 MAGIC = b"kvledger journal "
 FRAME = struct.Struct("<II")
@@ -67,7 +65,6 @@ _HEARTBEAT = re.compile(rb"heartbeat (\d{1,6})\n")
 _NAME = re.compile(r"(\d{8,})\.kvl")
 _HEADER_LINE = re.compile(re.escape(MAGIC) + rb"(\d{1,9}) ([0-9a-f]{8})\n")
 _HEADER_BYTES = 64
-_NO_FILE = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV))
 _READ_BYTES = 1 << 20
 
 
@@ -85,10 +82,6 @@ class TailState(enum.Enum):
     WHOLE = "at the end of the file"
     SHORT = "in a frame that is not whole"
     BAD = "in a frame that is damaged"
-
-
-class NoSegmentFile(OSError):
-    """What has a segment's name is a folder, a FIFO, a device, a socket or a loop of links."""
 
 
 def segment_name(number: int) -> str:
@@ -112,23 +105,6 @@ def segments(folder: Path) -> dict[int, Path]:
     return dict(sorted(by_number.items()))
 
 
-def open_segment(path: Path) -> FileIO:
-    """Open a segment for reading. Raises OSError; :class:`NoSegmentFile` for what is not a regular file.
-
-    Never blocks: a FIFO of this name would otherwise be waited for until somebody writes to it.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise NoSegmentFile(error.errno, error.strerror, str(path)) from None
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return FileIO(descriptor)
-    os.close(descriptor)
-    raise NoSegmentFile(errno.EINVAL, "Not a regular file", str(path))
-
-
 def header(schema: int) -> bytes:
     """The first line of a segment, in every schema: magic, schema, and the CRC32 of both."""
     line = MAGIC + b"%d" % schema
@@ -146,7 +122,7 @@ def frame(payload: bytes) -> bytes:
 def read_header(descriptor: int, name: str) -> tuple[int, TailState]:
     """The offset of the first frame of an open segment, and WHOLE if the header is intact.
 
-    Raises :class:`LedgerError` for a schema newer than ours.
+    Raises :class:`JournalError` for a schema newer than ours.
     """
     data = os.pread(descriptor, _HEADER_BYTES, 0)
     line = _HEADER_LINE.match(data)
@@ -160,9 +136,9 @@ def read_header(descriptor: int, name: str) -> tuple[int, TailState]:
     return line.end(), TailState.WHOLE
 
 
-def newer_schema(name: str, what: str) -> LedgerError:
+def newer_schema(name: str, what: str) -> JournalError:
     """The error for a segment that only a later kvledger can read."""
-    return LedgerError(
+    return JournalError(
         f"{name} was written with {what} and this kvledger reads up to schema {SCHEMA}; "
         "read it with the version that wrote it, or a later one."
     )
@@ -214,7 +190,7 @@ def take_lock(folder: Path) -> int:
     live without losing the lock, and the system releases the lock when the process is killed. Raises
     OSError if another writer holds the lock.
     """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    descriptor = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -229,7 +205,7 @@ def gone_by(path: Path) -> float:
     Two intervals after the last heartbeat: the writer's thread may have been late.
     """
     try:
-        with open(path / LOCK, "rb") as file:
+        with reading(path / LOCK) as file:
             beating = _HEARTBEAT.fullmatch(file.read(64))
             return os.fstat(file.fileno()).st_mtime + 2 * int(beating[1]) if beating else math.inf
     except OSError:
@@ -239,17 +215,17 @@ def gone_by(path: Path) -> float:
 def is_live(folder: Path) -> bool:
     """Whether the writer of this journal is alive, even if it writes nothing."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
+        descriptor = open_file(folder / LOCK)
+    except (FileNotFoundError, NotADirectoryError, NotAFile):
         return False
     except OSError as error:
-        raise LedgerError(f"{folder / LOCK} can't be opened: {error.strerror}.") from error
+        raise JournalError(f"{folder / LOCK} can't be opened: {error.strerror}.") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError as error:
-        raise LedgerError(f"{folder / LOCK} can't be locked: {error.strerror}.") from error
+        raise JournalError(f"{folder / LOCK} can't be locked: {error.strerror}.") from error
     finally:
         os.close(descriptor)
     return False

@@ -16,9 +16,10 @@ from ..errors import LedgerError
 from ..events import ContentWatched, EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
 from .catalogue import KV_EVENTS, WORKER, Catalogue
 from .decode import NewerBatch, UnreadableBatch, decode_batch
-from .format import NoSegmentFile, frames, is_live, open_segment, read_header, segments
+from .format import frames, is_live, read_header, segments
 from .host_folders import engine_name
 from .retention import oldest
+from .safe_open import NotAFile, reading
 
 FIRST_FRAMES = 4
 """So many frames at the beginning of a segment are searched for a worker's introduction."""
@@ -154,7 +155,7 @@ def _requests(segment: Path, last: list[Event]) -> int | None:
 def _batches(segment: Path, *, most: int, last: bool) -> list[list[Event]]:
     """The events of the first or last batches of a segment, as far as they can be read."""
     try:
-        with open_segment(segment) as file:
+        with reading(segment) as file:
             start, _ = read_header(file.fileno(), segment.name)
             if not start:
                 return []
@@ -164,5 +165,5 @@ def _batches(segment: Path, *, most: int, last: bool) -> list[list[Event]]:
                 if not last and len(kept) == most:
                     break
             return [list(decode_batch(memoryview(payload)).events) for payload in kept]
-    except (NoSegmentFile, UnreadableBatch, NewerBatch, OSError, LedgerError):
+    except (NotAFile, UnreadableBatch, NewerBatch, OSError, LedgerError):
         return []

@@ -23,22 +23,21 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from ..errors import LedgerError
+from ..errors import JournalError
 from ..events import REMOVED, EngineStopped, Gap
 from ..pool_calls import AnyEvent
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import (
-    NoSegmentFile,
     Payload,
     TailState,
     frames,
     is_live,
     newer_schema,
-    open_segment,
     read_header,
     segment_number,
     segments,
 )
+from .safe_open import NotAFile, reading
 
 # Reasons of a Damage.
 TORN = "torn tail"
@@ -101,7 +100,7 @@ class Batch(NamedTuple):
 class Reader:
     """Reads one journal folder, or one segment file of any name.
 
-    Raises :class:`LedgerError` for a newer schema, and for a file that is not a segment.
+    Raises :class:`JournalError` for a newer schema, and for a file that is not a segment.
     """
 
     def __init__(self, path: str | Path, start: Position | None = None) -> None:
@@ -223,18 +222,18 @@ class Reader:
             if number < self.position.segment:
                 continue
             try:
-                self._file = open_segment(path)
+                self._file = reading(path)
             except FileNotFoundError:  # the writer has removed it since it was listed
                 if self._single:
-                    raise LedgerError(f"There is no {path}.") from None
+                    raise JournalError(f"There is no {path}.") from None
                 continue
-            except NoSegmentFile as error:
+            except NotAFile as error:
                 if self._single:
-                    raise LedgerError(f"{path} is not a kvledger journal: {error.strerror}.") from error
+                    raise JournalError(f"{path} is not a kvledger journal: {error.strerror}.") from error
                 self._pass_over(path.name, number, error.strerror or "")
                 continue
             except OSError as error:
-                raise LedgerError(f"{path} can't be opened: {error.strerror}.") from error
+                raise JournalError(f"{path} can't be opened: {error.strerror}.") from error
             self._name = path.name
             self._frames_at = 0
             self._jumped_from = None
@@ -265,7 +264,7 @@ class Reader:
         if not self._frames_at:
             self._frames_at, tail = read_header(self._file.fileno(), self._name)
             if tail is TailState.BAD and self._single:
-                raise LedgerError(f"{self.path} is not a kvledger journal.")
+                raise JournalError(f"{self.path} is not a kvledger journal.")
             if tail is not TailState.WHOLE:
                 return tail
             self.position = replace(self.position, offset=max(self.position.offset, self._frames_at))
@@ -349,4 +348,4 @@ def _segments(folder: Path) -> dict[int, Path]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise LedgerError(f"{folder} can't be listed: {error.strerror}.") from error
+        raise JournalError(f"{folder} can't be listed: {error.strerror}.") from error

@@ -130,6 +130,8 @@ class Recorder:
         """How many of these restarts the writer's thread has carried out."""
         self._recreated = False
         """Whether the journal's folder was removed and made again, which is logged once."""
+        self._not_recreated = ""
+        """Why it could last not be made again, which is logged once."""
         self._unwritten = 0
         """Events lost because the writer failed or could not be made."""
         self._taken = 0
@@ -310,8 +312,15 @@ class Recorder:
         return True
 
     def _recreate(self, writer: JournalWriter) -> None:
-        """Begin again in a folder that was removed. Raises OSError if it can't be made."""
-        writer.recreate()
+        """Begin again in a folder that was removed. If it can't be made now, the next time."""
+        try:
+            writer.recreate()
+        except OSError as error:
+            writer.write_failures += 1
+            if repr(error) != self._not_recreated:
+                self._not_recreated = repr(error)
+                logger.warning("kvledger can't make the journal %s again: %r", self.folder, error)
+            return
         if not self._recreated:
             self._recreated = True
             logger.warning(

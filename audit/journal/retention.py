@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import LedgerError
-from .catalogue import BESIDE, ENGINE, Catalogue
+from .catalogue import BESIDE, ENGINE, Catalogue, left_out, unreadable
 from .format import is_live
 from .writer import Limits
 
@@ -47,16 +47,20 @@ def limits() -> Limits:
 def make_room(folder: Path, journal_bytes: int) -> list[Path]:
     """Remove journals of ended engines, the oldest first, until a new one of ``journal_bytes`` has room.
 
-    Returns the removed journals. Raises :class:`LedgerError` if ``KVLEDGER_TOTAL_BYTES`` is not a number of
-    bytes.
+    Returns the removed journals. What can't be read stays, and is said. Raises :class:`LedgerError` if
+    ``KVLEDGER_TOTAL_BYTES`` is not a number of bytes, and nothing else: the new engine is recorded anyway.
     """
     total_bytes = _bytes(TOTAL_BYTES) or TOTAL_JOURNALS * journal_bytes
-    if not folder.is_dir():
+    try:
+        journals = Catalogue(folder).journals(ENGINE, *BESIDE)
+    except FileNotFoundError:
         return []
-    journals = Catalogue(folder).journals(ENGINE, *BESIDE)
+    except OSError as error:
+        left_out(unreadable(folder, error))
+        return []
     journals.sort(key=lambda path: path.name.partition("-")[2])  # the time at which it was begun
     sized = [(journal, _size(journal)) for journal in journals]
-    removed = oldest(sized, total_bytes - journal_bytes, is_live)
+    removed = oldest(sized, total_bytes - journal_bytes, _may_be_live)
     for journal in removed:
         shutil.rmtree(journal, ignore_errors=True)
     return removed
@@ -83,11 +87,19 @@ def oldest(
     return chosen
 
 
+def _may_be_live(journal: Path) -> bool:
+    try:
+        return is_live(journal)
+    except LedgerError:
+        return True
+
+
 def _size(journal: Path) -> int:
     total = 0
-    for path in journal.iterdir():
-        with contextlib.suppress(OSError):  # a live engine may remove a segment meanwhile
-            total += path.stat().st_size
+    with contextlib.suppress(OSError):  # another engine that starts may remove the journal meanwhile
+        for path in journal.iterdir():
+            with contextlib.suppress(OSError):  # a live engine may remove a segment meanwhile
+                total += path.lstat().st_size
     return total
 
 

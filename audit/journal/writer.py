@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -38,6 +39,7 @@ from .format import (
     take_lock,
 )
 from .format import frame as framed
+from .safe_open import NotAFile, create_file
 
 BATCH_BYTES = 64 << 10
 """A batch ends above this size, which bounds how long encoding and decoding it hold the GIL."""
@@ -187,7 +189,7 @@ class JournalWriter:
         for event in events:
             refused = ""
             try:
-                data, event_at = self._encode(event), event.at
+                data, event_at = self._encode_alone(event), event.at
                 if len(data) > LARGEST_EVENT_BYTES and type(event) is not Snapshot:
                     refused = "an event is too large"
             except Exception as error:
@@ -207,6 +209,13 @@ class JournalWriter:
         else:
             self._report_loss_if_open()
 
+    def _encode_alone(self, event: Event) -> bytes:
+        """Encode one event. A surrogate in its text, which no encoding has, becomes ``\\ud800``."""
+        try:
+            return self._encode(event)
+        except UnicodeEncodeError:
+            return self._encode(_encodable(msgspec.to_builtins(event)))
+
     def _append_all(self, encoded: list[bytes], at: int) -> None:
         if encoded:
             array = _ARRAY.pack(0xDD, len(encoded)) + b"".join(encoded)
@@ -214,9 +223,11 @@ class JournalWriter:
 
     @property
     def removed(self) -> bool:
-        """Whether somebody has removed the lock or the segment that is appended to, or the whole folder."""
+        """Whether somebody has removed the lock or the segment that is appended to, or cut the segment."""
         if self._lock < 0:
             return False
+        if self._current >= 0 and _size(self._current) < self._bytes:
+            return True
         paths = [(self._lock, self.folder / LOCK)]
         if self._current >= 0:
             paths.append((self._current, self.folder / segment_name(self._number)))
@@ -336,9 +347,8 @@ class JournalWriter:
         draft = path.with_suffix(".new")
         self._make_room(len(HEADER) + len(data))
         descriptor = -1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
-            descriptor = os.open(draft, flags, FILE_MODE)
+            descriptor = create_file(draft, FILE_MODE)
             _write_all(descriptor, HEADER + data)
             os.rename(draft, path)
         except OSError as error:
@@ -436,13 +446,28 @@ class JournalWriter:
         return True
 
 
+def _encodable(value: Any) -> Any:
+    """Plain data whose text can be encoded."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def _lock(folder: Path) -> int:
-    """Lock the folder. Tries repeatedly: a reader that asks if the writer is alive holds the lock briefly."""
+    """Lock the folder. Tries repeatedly: a reader that asks if the writer is alive holds the lock briefly.
+
+    What is no file there, in a folder to which nobody else writes, is removed.
+    """
     for _ in range(_LOCK_TRIES - 1):
         try:
             return take_lock(folder)
         except BlockingIOError:
             time.sleep(0.01)
+        except NotAFile:
+            path = folder / LOCK
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     return take_lock(folder)
 
 
@@ -455,6 +480,14 @@ def _gone(descriptor: int, path: Path) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino)
+
+
+def _size(descriptor: int) -> float:
+    """The bytes of an open file; infinity if that can't be found out."""
+    try:
+        return os.fstat(descriptor).st_size
+    except OSError:
+        return math.inf
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import LedgerError
 from ..journal.catalogue import may_be_host
 from ..journal.host_folders import HostJournal
+from ..journal.safe_open import create_file, own_folder, sync_folder
 
 DRAFT = ".new"
 """A file that is being written ends with this; its name is random, so nobody can prepare it."""
 
-FOLDER_MODE = 0o700
 FOLDER = ".kvledger-facts"
 """The folder beside the journals."""
 
@@ -37,15 +36,12 @@ def left_behind(folder: Path, suffix: str) -> list[Path]:
 def replaced(path: Path, mode: int, refused: str) -> Iterator[BinaryIO]:
     """A file that replaces ``path`` when it is whole and on disk. Makes the folder.
 
-    Raises LedgerError, which ends with ``refused``, if the folder is a link, and OSError.
+    Raises as :func:`~kvledger.audit.journal.safe_open.own_folder`.
     """
-    path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    if path.parent.is_symlink():  # the engine's container may write beside the journals
-        raise LedgerError(f"{path.parent} is a link, not a folder: {refused} there.")
+    own_folder(path.parent, refused)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{DRAFT}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(draft, flags, mode), "wb") as file:
+        with open(create_file(draft, mode), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -53,9 +49,4 @@ def replaced(path: Path, mode: int, refused: str) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
-    with contextlib.suppress(OSError):  # not every file system can sync a folder
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(path.parent)

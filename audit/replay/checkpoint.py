@@ -16,16 +16,16 @@ import errno
 import fcntl
 import os
 import re
-import stat
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from ..errors import LedgerError
-from ..journal.format import FRAME, HEADER, open_segment, segment_name
+from ..journal.format import FRAME, HEADER, segment_name
 from ..journal.reader import Position
-from .atomic_files import DRAFT, FOLDER_MODE, replaced
+from ..journal.safe_open import MOST_BYTES, open_file, own_folder, read_file, reading
+from .atomic_files import DRAFT, replaced
 from .serialize import OtherLayout, layout
 
 NAME = "checkpoint"
@@ -34,7 +34,8 @@ LOCK = "lock"
 HIDDEN = ".kvledger"
 """The folder beside the journals that holds the checkpoint and its lock, unless ``--state`` names another."""
 
-_LINE = re.compile(rb"kvledger checkpoint (\S{1,40}) ([0-9a-f]{8})\n")
+_BEGINS = b"kvledger checkpoint "
+_LINE = re.compile(_BEGINS + rb"(\S{1,40}) ([0-9a-f]{8})\n")
 
 
 class JournalState(msgspec.Struct):
@@ -87,7 +88,9 @@ class Checkpoint(msgspec.Struct):
 def save(folder: Path, checkpoint: Checkpoint) -> int:
     """Replace the checkpoint in ``folder``; returns its size in bytes. Raises OSError."""
     payload = msgspec.msgpack.encode(checkpoint)
-    data = b"kvledger checkpoint %s %08x\n" % (layout().encode(), crc32(payload)) + payload
+    data = _BEGINS + b"%s %08x\n" % (layout().encode(), crc32(payload)) + payload
+    if len(data) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"A checkpoint of {len(data):,} bytes would not be read again")
     with replaced(folder / NAME, MODE, "no checkpoint is kept") as file:
         file.write(data)
     return len(data)
@@ -101,7 +104,7 @@ def load(folder: Path) -> Checkpoint | None:
     """
     path = folder / NAME
     try:
-        data = _read(path)
+        data = read_file(path, _BEGINS)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -124,10 +127,8 @@ def take(folder: Path) -> int:
     Raises LedgerError if another follower has it or if it is another user's, OSError if it can't be made or
     written.
     """
-    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    _refuse_foreign(folder)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / LOCK, flags, MODE)
+    own_folder(folder, "name another folder with --state")
+    descriptor = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT, MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -144,35 +145,14 @@ def take(folder: Path) -> int:
     return descriptor
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise LedgerError for a link, and for a folder of a user who is neither this process's nor root."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise LedgerError(f"{folder} is a link, not a folder; name another folder with --state.")
-    if found.st_uid not in (0, os.geteuid()):
-        raise LedgerError(
-            f"{folder} belongs to user {found.st_uid}, who could change what kvledger serve keeps there; "
-            "remove it, or name another folder with --state."
-        )
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, also for a link, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
-
-
 def beginning(journal: Path, segment: int) -> bytes:
     """The header of a segment and the length and checksum of its first frame; b"" if it does not exist.
 
     The first frame holds the engine's start time, so it differs between any two journals.
     """
-    path = journal / segment_name(segment) if journal.is_dir() else journal
     try:
-        with open_segment(path) as file:
+        path = journal / segment_name(segment) if journal.is_dir() else journal
+        with reading(path) as file:
             return file.read(len(HEADER) + FRAME.size)
     except OSError:
         return b""

@@ -31,7 +31,7 @@ from .event_journals import compare_events
 from .find import journals_at, pick_request, pick_requests
 from .observed import ObserverKind
 from .observers import KeptAccounts, Reconciled, taken
-from .parallel import Run, here
+from .parallel import Run, here, readable
 from .shared_transfers import compare_transfers
 from .spans import Piece, Span, SpanAudit, joined, split_run
 from .window_start import skip_to_window
@@ -150,7 +150,7 @@ def audit_paths(
     replay = partial(_replay, observers=observers, watch=watch, window=window)
     found = journals_at(paths)
     if watch or window.bounded or KeptAccounts in observers:
-        audits = list(run(replay, found))
+        audits = list(readable(run, replay, found))
     else:
         audits = list(split_run(run, found, partial(_piece, observers=observers), joined, replay))
     compare_journals(audits)

@@ -11,13 +11,15 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from ..errors import LedgerError
+from ..errors import JournalError, LedgerError
+from ..journal.catalogue import left_out
 
 WORTH_BYTES = 8 << 20
 """Below this total size, reading takes less time than starting processes."""
@@ -49,16 +51,54 @@ def here(work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[R
     return map(work, journals)
 
 
+class Failed(NamedTuple):
+    """The journal can't be read."""
+
+    error: JournalError
+
+
+def _attempted(item: Item, work: Callable[[Item], Result]) -> Result | Failed:
+    try:
+        return work(item)
+    except JournalError as error:
+        return Failed(error)
+
+
+def attempting(work: Callable[[Item], Result]) -> Callable[[Item], Result | Failed]:
+    """The same work, whose result for :func:`whole_ones` may be that a journal can't be read."""
+    return partial(_attempted, work=work)
+
+
+def whole_ones(outcomes: Iterable[Result | Failed]) -> Iterator[Result]:
+    """The results of the journals that can be read. The others are said, or raised if there is no result."""
+    failed, some = [], False
+    for outcome in outcomes:
+        if isinstance(outcome, Failed):
+            failed.append(outcome.error)
+        else:
+            some = True
+            yield outcome
+    for error in failed:
+        if not some:
+            raise error
+        left_out(error)
+
+
+def readable(run: Run, work: Callable[[Path], Result], journals: Sequence[Path]) -> Iterator[Result]:
+    """What ``run`` yields for the journals that can be read; see :func:`whole_ones`."""
+    return whole_ones(run(attempting(work), journals))
+
+
 def cores() -> int:
     """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def size_bytes(journal: Path) -> int:
-    """The present size of a journal, or of a segment."""
+    """The bytes of a journal, or of a segment, that are on disk now; a hole in a file takes none."""
     try:
         files = journal.glob("*.kvl") if journal.is_dir() else [journal]
-        return sum(file.stat().st_size for file in files)
+        return sum(min(one.st_size, 512 * one.st_blocks) for one in map(os.lstat, files))
     except OSError:
         return 0
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from ..analysis.router_index import Index, contents_of
 from ..analysis.routing import Contents, RoutedRequest, Routing, Row, Sides, before_of
 from ..client_ids import client_names
-from ..errors import LedgerError
+from ..errors import JournalError
 from ..events import KVEventsReceived
 from ..journal.host_folders import engine_name
 from .event_journals import EventJournal, read_together
+from .parallel import attempting, whole_ones
 from .recorded_events import Promised
 from .recordings import Neighbours, incomparable, same_port
 
@@ -70,7 +71,7 @@ def _routing(
         if batches is not None:
             events.on_batch = lambda at, batch, number=number: batches.append((at, number, batch))
     read_together(engines, each)
-    names = [_checked(engine) for engine in engines]
+    names = list(whole_ones(map(attempting(_checked), engines)))
     rows.sort(key=lambda row: (row.request.arrived, row.request.engine, row.request.step))
     arrived = sum(events.cache.arrived for events in together)
     gaps = sum(engine.counts.gaps + bool(engine.events.comparison.begins) for engine in engines)
@@ -78,21 +79,21 @@ def _routing(
 
 
 def _checked(engine: EventJournal) -> str:
-    """The engine's name. Raises LedgerError if its KV events can't be compared with its requests."""
+    """The engine's name. Raises JournalError if its KV events can't be compared with its requests."""
     started, cache = engine.started, engine.events.cache
     if started is None:
-        raise LedgerError(f"{engine.path}: no engine was seen to start.")
+        raise JournalError(f"{engine.path}: no engine was seen to start.")
     if reason := incomparable(started):
-        raise LedgerError(f"{engine.path}: {reason}.")
+        raise JournalError(f"{engine.path}: {reason}.")
     if rival := Neighbours(engine.path).rival(started):
-        raise LedgerError(f"{engine.path}: {same_port(rival)}.")
+        raise JournalError(f"{engine.path}: {same_port(rival)}.")
     if not cache.block_tokens:
-        raise LedgerError(
+        raise JournalError(
             f"{engine.path}: this command needs block events of an engine with one KV cache group of full "
             "attention, which KVLEDGER_LEVEL=blocks records."
         )
     if not engine.counts.batches and cache.number:
-        raise LedgerError(f"{engine.path}: no KV events of this engine were recorded beside its journal.")
+        raise JournalError(f"{engine.path}: no KV events of this engine were recorded beside its journal.")
     return engine_name(started, engine.path)
 
 

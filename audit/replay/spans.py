@@ -31,7 +31,17 @@ from ..ledger.ledger import Ledger
 from ..pool_calls import AnyEvent
 from .engine_audit import EngineAudit
 from .observers import Steps, taken
-from .parallel import Processes, Result, Run, cores, size_bytes
+from .parallel import (
+    Failed,
+    Processes,
+    Result,
+    Run,
+    attempting,
+    cores,
+    readable,
+    size_bytes,
+    whole_ones,
+)
 from .serialize import plain
 from .window_start import engine_of
 from .worker_journals import WorkerJournals
@@ -215,13 +225,19 @@ def split_run(
     parts = (run.jobs or cores()) // max(1, len(journals)) if isinstance(run, Processes) else 1
     cut = [spans(journal, parts) for journal in journals] if parts > 1 else []
     if not isinstance(run, Processes) or all(len(one) == 1 for one in cut):
-        yield from run(whole, journals)
+        yield from readable(run, whole, journals)
         return
     items = [span for one in cut for span in one]
-    done = run.each(work, items, [span.bytes for span in items])
-    for journal, one in zip(journals, cut, strict=True):
-        result = join([next(done) for _ in one])
-        yield whole(journal) if result is None else result
+    done = run.each(attempting(work), items, [span.bytes for span in items])
+
+    def outcome(journal: Path, found: Sequence[Part | Failed]) -> Result | Failed:
+        read = [part for part in found if not isinstance(part, Failed)]
+        result = join(read) if len(read) == len(found) else None
+        return attempting(whole)(journal) if result is None else result
+
+    yield from whole_ones(
+        outcome(journal, [next(done) for _ in one]) for journal, one in zip(journals, cut, strict=True)
+    )
 
 
 def joined(pieces: Sequence[Piece]) -> EngineAudit | None:

@@ -51,6 +51,8 @@ class JournalSums(Sums):
     """The number of requests whose account is unknown, by the reason."""
     notes: list[str] = []
     """What a reader should know about how the journal ended and what was damaged in it."""
+    missed: list[str] = []
+    """What was kept of the journal, is not in it any more, and can't be used."""
     lost_tails: int = 0
     """How many journals ended without ``EngineStopped`` although their engines are gone."""
     whole_until: float = 0.0

@@ -134,14 +134,14 @@ class Judged(Described):
         """Why the verdict can't be clean. What went wrong counts for each window that may include it."""
         unknown = self.totals().doubtful_requests
         if not self.window.bounded:
-            return [*self.auditor.doubts_with(unknown), *self._tail_doubts()]
+            return [*self.journal.missed, *self.auditor.doubts_with(unknown), *self._tail_doubts()]
         wrong = self.journal.window
         unobserved = wrong.unobserved_from < math.inf
         unobserved &= self.window.touches(wrong.unobserved_from, math.inf)
         losses = wrong.losses.count(self.window)
         failures = wrong.failures.count(self.window) or int(unobserved)
         doubts = self.auditor.doubts_with(unknown, losses, failures, sorted(wrong.errors))
-        return [*doubts, *self._tail_doubts()]
+        return [*self.journal.missed, *doubts, *self._tail_doubts()]
 
     def _tail_doubts(self) -> list[str]:
         """Up to when the trace is whole, if what may be missing after that can be in the window."""

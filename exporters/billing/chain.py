@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...audit.errors import LedgerError
+from ..csv_cells import csv_of, read_csv
 from .lines import COLUMNS
 
 CHAIN = ("x_Line", "x_Lines", "x_PreviousHash", "x_Hash")
@@ -58,11 +58,8 @@ def _hash(row: Row) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """The statement in CSV."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [*COLUMNS, *CHAIN], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    columns = (*COLUMNS, *CHAIN)
+    return csv_of(columns, ([row[name] for name in columns] for row in rows)) + "\n"
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -77,9 +74,8 @@ def read(path: Path) -> list[Row]:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            table = csv.DictReader(io.StringIO(text))
-            rows = list(table)
-            if not _complete(table.fieldnames or ()):
+            columns, rows = read_csv(text)
+            if not _complete(columns):
                 raise ValueError("the header has other columns")
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error

@@ -7,15 +7,15 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.figures.sums import added
-from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Position, Reader
+from ...audit.journal.safe_open import create_file, open_file, own_folder
 from ...audit.replay import checkpoint, serialize
-from ...audit.replay.atomic_files import FOLDER_MODE
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Steps, taken
 from ...audit.replay.windows import EVERYTHING
@@ -34,7 +34,6 @@ from .kept import (
     columns_of,
     day_of,
     draft_of,
-    find,
     folder_of,
     hour_name,
     hour_time,
@@ -46,6 +45,7 @@ from .kept import (
     place,
     save,
     settle,
+    usable,
 )
 from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
@@ -55,6 +55,12 @@ from .schema import Column, Row, Rows
 WANTED = Wanted(audit=True, activity=True, blocks=True)
 ENDLESS = 1 << 62
 """A series of a kept activity is never made coarser than minutes."""
+
+
+AT_WORK = "another compact is at work on it"
+TOO_EARLY = "it has no batch before its last one"
+LATER = (AT_WORK, TOO_EARLY)
+"""Problems that pass."""
 
 
 class Compacted(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +80,10 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compact(journal: Path, keep: Retention | None = None) -> Compacted:
-    """Keep the facts of a journal, or continue those that are there, and remove old ones. Raises LedgerError.
+    """Keep the facts of a journal, or continue those that are there, and remove old ones.
 
-    ``journal`` may be the session of one that is gone, whose facts only grow old.
+    ``journal`` may be the session of one that is gone, whose facts only grow old. A journal that can't be
+    compacted has a problem.
     """
     path = journal_of(journal)
     if not path.is_dir() and not is_session(journal):
@@ -85,11 +92,10 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
     try:
         with _alone(path) as alone:
             if not alone:
-                return Compacted(journal=str(path), problem="another compact is at work on it")
-            session, there = find(journal), load(place(path))
-            if session is None and there is not None and 1 not in segments(path):
-                problem = "its facts are of another version, and its first segments are gone; they are kept"
-                return Compacted(journal=str(path), problem=problem)
+                return Compacted(journal=str(path), problem=AT_WORK)
+            (session, missed), there = usable(journal), load(place(path))
+            if missed:
+                return Compacted(journal=str(path), problem=missed)
             for kept in filter(None, (there,)):
                 settle(folder, kept)
             if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
@@ -98,8 +104,10 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
                 tidy(folder, path.name, session)
                 return _compacted(path, session)
             return _Compaction(path, session, there, keep).done()
+    except LedgerError as error:
+        return Compacted(journal=str(path), problem=str(error))
     except OSError as error:
-        raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
+        return Compacted(journal=str(path), problem=f"{folder} can't be written: {error.strerror}.")
 
 
 def _compacted(journal: Path, session: Session) -> Compacted:
@@ -119,11 +127,8 @@ def _compacted(journal: Path, session: Session) -> Compacted:
 def _alone(journal: Path) -> Iterator[bool]:
     """Whether no other process compacts this journal; none begins while the lock is held. Raises OSError."""
     folder = folder_of(journal)
-    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    if folder.is_symlink():  # the engine's container may write beside the journals
-        raise LedgerError(f"{folder} is a link, not a folder: no facts are kept there.")
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / f".{journal.name}.lock", flags, 0o600)
+    own_folder(folder, "no facts are kept")
+    descriptor = open_file(folder / f".{journal.name}.lock", os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +169,7 @@ class HourlyFiles:
         """The folder of facts."""
         self._stem = stem
         """How the names of all files begin."""
-        self._writers: dict[tuple[str, str], tuple[RowWriter, Path]] = {}
+        self._writers: dict[tuple[str, str], tuple[RowWriter, Path, BinaryIO]] = {}
         """The open drafts, by table and hour."""
         self._parts = 0
         """How many files were begun; it makes their names different."""
@@ -193,18 +198,19 @@ class HourlyFiles:
             self._parts += 1
             (self._folder / path).mkdir(mode=0o755, parents=True, exist_ok=True)
             file = self._folder / path / f"{self._stem}.{self._parts}.parquet"
-            found = self._writers[table, path] = (RowWriter(str(draft_of(file)), columns), file)
+            draft = os.fdopen(create_file(draft_of(file), 0o644), "wb")
+            found = self._writers[table, path] = (RowWriter(draft, columns), file, draft)
         return found[0]
 
     def _finish(self, key: tuple[str, str]) -> None:
-        writer, path = self._writers.pop(key)
-        writer.close()
-        draft = draft_of(path)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
+        writer, path, draft = self._writers.pop(key)
+        with draft:
+            writer.close()
+            draft.flush()
+            os.fsync(draft.fileno())
+            size = draft.tell()
         hour = path.parent.name.partition("=")[2]
         name = str(path.relative_to(self._folder))
-        size = draft.stat().st_size
         self.files.append(KeptFile(key[0], name, hour, writer.rows, size, columns_of(key[0])))
 
     def close(self) -> list[KeptFile]:
@@ -215,8 +221,9 @@ class HourlyFiles:
 
     def abandon(self) -> None:
         """Remove what was written, after an error."""
-        for writer, path in self._writers.values():
+        for writer, path, draft in self._writers.values():
             writer.abandon()
+            draft.close()
             draft_of(path).unlink(missing_ok=True)
         for file in self.files:
             draft_of(self._folder / file.path).unlink(missing_ok=True)
@@ -289,7 +296,7 @@ class _Compaction:
                 damage = [str(place) for place in reader.damage[bool(rotated) :]]
             if last is None or audit.began_seconds is None or audit.engine is None:
                 sink.abandon()
-                return Compacted(journal=str(self._journal), problem="it has no batch before its last one")
+                return Compacted(journal=str(self._journal), problem=TOO_EARLY)
             session = self._at(audit, collector, last.start, sink)
             session.doubts = doubts.doubts
             session.damage = [*(before.damage if before is not None else ()), *damage][:MOST_DAMAGE]

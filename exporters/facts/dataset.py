@@ -20,7 +20,7 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.replay.find import matching_paths
-from ...audit.replay.parallel import Run, here
+from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.spans import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
@@ -48,7 +48,7 @@ def facts(
         files: dict[str, list[str]] = {name: [] for name in TABLES}
         found: Iterator[Replayed]
         if window.bounded or any(map(has_one, journals)):
-            found = run(whole, journals)
+            found = readable(run, whole, journals)
         else:
             found = split_run(run, journals, partial(replayed_span, wanted=wanted), joined_spans, whole)
         replays = []

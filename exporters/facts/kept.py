@@ -17,6 +17,7 @@ replacement of the session lists both. So what is removed by its age is not lost
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,11 +27,13 @@ from zlib import crc32
 import msgspec
 
 from ...audit.analysis.step_model import StepModel
-from ...audit.errors import LedgerError
+from ...audit.errors import LedgerError, Missed
 from ...audit.events import EngineStarted
+from ...audit.journal.catalogue import say
 from ...audit.journal.format import segments
 from ...audit.journal.host_folders import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
+from ...audit.journal.safe_open import is_intact, read_file
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.atomic_files import FOLDER, left_behind, replaced
 from ...audit.replay.engine_audit import EngineAudit
@@ -299,7 +302,7 @@ def draft_of(path: Path) -> Path:
 def readable(folder: Path, file: KeptFile) -> Path:
     """Where a listed file is: under its name, or still under that of its draft."""
     path = folder / file.path
-    return path if path.exists() or not draft_of(path).exists() else draft_of(path)
+    return path if os.path.lexists(path) or not os.path.lexists(draft_of(path)) else draft_of(path)
 
 
 def journal_of(path: Path) -> Path:
@@ -315,39 +318,59 @@ def is_session(path: Path) -> bool:
 
 
 def find(path: Path) -> Session | None:
-    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``.
+    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``."""
+    return usable(path)[0]
 
-    A session whose files are not all there is not used. Raises LedgerError if the journal can't be read in
-    its place.
+
+def usable(path: Path) -> tuple[Session | None, str]:
+    """The session of :func:`find`, and a sentence if there is one that can't be used and is missed.
+
+    It is missed if what it stands for can't be read from the journal again.
     """
     session = path if is_session(path) else place(path)
-    found = load(session) if is_session(path) or path.is_dir() else None
-    if found is None:
-        return None
-    if not is_session(path):
+    if not is_session(path) and not path.is_dir():
+        return None, ""
+    found, why = _loaded(session)
+    if found is not None and not is_session(path):
         beginning = checkpoint.beginning(path, found.position.segment)
-        if not found.continues or beginning not in (found.beginning, b""):
-            return None
-    folder = session.parent
-    lost = [file for file in (*found.files, *found.tail) if not readable(folder, file).exists()]
-    if lost and (is_session(path) or 1 not in segments(path)):
-        raise LedgerError(
-            f"{folder / lost[0].path} is gone, which kvledger compact kept, and with it the only record of "
-            f"requests. Put it back, or remove {session} to go on without them."
-        )
-    return None if lost else found
+        if not found.continues:
+            why = "is of another version of kvledger"
+        elif beginning not in (found.beginning, b""):
+            why = "is of another journal of this name"
+    if found is not None and not why:
+        folder = session.parent
+        files = (*found.files, *found.tail)
+        lost = [file.path for file in files if not is_intact(readable(folder, file), file.bytes)]
+        why = f"needs {lost[0]}, which is gone or was changed" if lost else ""
+    if not why:
+        return found, ""
+    if not is_session(path) and 1 in segments(path):
+        return None, ""
+    return None, (
+        f"{session} {why}, and with it the only record of requests: figures lack them. "
+        "Put it back, or remove it to go on without them."
+    )
 
 
 def load(path: Path) -> Session | None:
     """The session in a file; None if there is none that this version can read."""
+    return _loaded(path)[0]
+
+
+def _loaded(path: Path) -> tuple[Session | None, str]:
+    """The session in a file, and why there is none; "" if there is no file."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, _LINE)
         head, _, payload = data.partition(b"\n")
         if head != _LINE + b"%08x" % crc32(payload):
-            return None
-        return msgspec.msgpack.decode(payload, type=Session)
-    except (OSError, msgspec.MsgspecError):
-        return None
+            return None, "is damaged, or of another version of kvledger"
+        return msgspec.msgpack.decode(payload, type=Session), ""
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"can't be read ({error.strerror})"
+    except msgspec.MsgspecError:
+        return None, "is of another version of kvledger"
 
 
 def save(journal: Path, session: Session) -> None:
@@ -369,20 +392,28 @@ def settle(folder: Path, session: Session) -> None:
 
 def has_one(path: Path) -> bool:
     """Whether the journal was compacted, or this is the session of one that is gone."""
-    return is_session(path) or place(path).exists()
+    return is_session(path) or os.path.lexists(place(path))
 
 
 def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
     """Every journal at ``paths``, and the sessions of compacted journals that are gone.
 
-    Raises LedgerError if there is none, and nothing was ``exported`` either.
+    What was kept and can't be used is said, if the journal has lost what it stands for. Raises LedgerError if
+    there is nothing, and nothing was ``exported`` either.
     """
     if exported and not paths:
         return []
     sessions = [session for path in paths if path.is_dir() for session in left_behind(path, SUFFIX)]
     try:
-        return [*journals_at(paths), *sessions]
+        found = [*journals_at(paths), *sessions]
     except LedgerError:
         if not sessions or len(paths) > 1:
             raise
-        return sessions
+        found = sessions
+    missed = {path: problem for path in found if (problem := usable(path)[1])}
+    left = [path for path in found if path not in missed or not is_session(path)]
+    for problem in missed.values():
+        if not left:
+            raise Missed(problem)
+        say(problem)
+    return left

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...audit.analysis.block_states import BlockStates, BlockUse
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
-from ...audit.errors import LedgerError
+from ...audit.errors import JournalError, LedgerError
 from ...audit.journal.folder import read
 from ...audit.journal.reader import Reader
 from ...audit.replay.block_traces import RecordedBlocks
@@ -80,7 +80,7 @@ def kept_rows(path: Path, session: Session) -> Batches:
 
 def _state(path: Path, session: Session) -> BlockState:
     if not session.continues:
-        raise LedgerError(
+        raise JournalError(
             f"{path} was compacted by another version of kvledger, and its journal is gone: it has rows for "
             "summary, why and query, and no blocks."
         )

@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...audit.errors import LedgerError
+from ...audit.errors import JournalError, LedgerError
+from ...audit.journal.safe_open import reading
 from .schema import Column, Row, Rows
 
 ROW_GROUP = 64 << 10
@@ -42,10 +43,10 @@ def schema(columns: Sequence[Column]) -> Any:
 def column_names(path: Path) -> list[str]:
     """The names of the columns of a file. Raises LedgerError for one that can't be read."""
     try:
-        with pq.ParquetFile(path) as file:
+        with reading(path) as opened, pq.ParquetFile(opened) as file:
             return list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
-        raise LedgerError(f"{path} can't be read: {error}.") from error
+        raise JournalError(f"{path} can't be read: {error}.") from error
 
 
 def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
@@ -54,11 +55,11 @@ def read_columns(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
     Raises LedgerError for a file that can't be read.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with reading(path) as opened, pq.ParquetFile(opened) as file:
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(names), use_threads=False):
                 yield [_values(column) for column in map(batch.column, names)]
     except (pa.ArrowException, OSError) as error:
-        raise LedgerError(f"{path} can't be read: {error}.") from error
+        raise JournalError(f"{path} can't be read: {error}.") from error
 
 
 def _values(column: Any) -> list[Any]:

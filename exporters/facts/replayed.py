@@ -14,7 +14,7 @@ import msgspec
 
 from ...audit.checks.auditor import Verdict
 from ...audit.checks.registry import Violation
-from ...audit.errors import LedgerError
+from ...audit.errors import JournalError
 from ...audit.events import Event
 from ...audit.journal.host_folders import journal_name
 from ...audit.journal.reader import Position
@@ -34,12 +34,12 @@ from .kept import (
     KeptFile,
     Session,
     columns_of,
-    find,
     folder_of,
     is_session,
     is_summed,
     journal_of,
     readable,
+    usable,
     whole_minutes,
 )
 from .rows import cause_rows, chunk_rows, difference_rows, finding_row, head, request_row
@@ -178,12 +178,14 @@ def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
 
     ``path`` may be that of the session of a journal that is gone.
     """
-    session = find(path)
+    session, missed = usable(path)
     if session is not None and is_session(path):
         return _left(path, session, session.within(window), wanted)
     if session is not None and whole_minutes(window):  # engine time is kept by the minute
         return _since(path, session, session.within(window), wanted)
     audit = _audit(path, window, wanted)
+    if missed:
+        audit.journal.missed.append(missed)
     return _read(audit, wanted, skip_to_window(audit), None)
 
 
@@ -224,7 +226,7 @@ def _left(path: Path, session: Session, window: Window, wanted: Wanted) -> Repla
     found = Replayed(engine, {name: [] for name in TABLES}, kept=kept)
     if wanted.audit:
         if not session.continues:
-            raise LedgerError(
+            raise JournalError(
                 f"{path} was compacted by another version of kvledger, and its journal is gone: it has rows "
                 "for summary, why and query, and no page."
             )

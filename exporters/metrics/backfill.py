@@ -54,7 +54,10 @@ def export(paths: Sequence[Path], output: Path, interval: float, added: Mapping[
     """
     suffix = "".join(f',{name}="{_escaped(value)}"' for name, value in added.items())
     with whole(output) as draft, contextlib.ExitStack() as stack:
-        files = {metric.name: stack.enter_context(tempfile.TemporaryFile("w+")) for metric in EXPORTED}
+        files = {
+            metric.name: stack.enter_context(tempfile.TemporaryFile("w+", newline="\n"))
+            for metric in EXPORTED
+        }
         ticks = samples = 0
         for at, audits in _ticks(paths, interval):
             ticks += 1
@@ -63,7 +66,7 @@ def export(paths: Sequence[Path], output: Path, interval: float, added: Mapping[
                     samples += _sample(files[metric.name], metric, rows, at, suffix)
         if not ticks:
             raise LedgerError("The journals hold no engine that has started.")
-        with draft.open("w") as file:
+        with draft.open("w", newline="\n") as file:
             _concatenate(file, files)
     return ticks, samples
 

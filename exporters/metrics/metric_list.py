@@ -845,6 +845,15 @@ GROUPS: tuple[Group, ...] = (
                 read.health("unreadable"),
             ),
             Metric(
+                "kvledger_sidecar_unread_journals",
+                "",
+                "gauge",
+                "Journals that live engines write and of which nothing was read for a minute: their figures "
+                "stand still.",
+                (),
+                read.health("unread"),
+            ),
+            Metric(
                 "kvledger_sidecar_catch_up_seconds",
                 "seconds",
                 "gauge",

@@ -39,7 +39,18 @@ logger = logging.getLogger("kvledger")
 
 SIGNALS = ("traces", "metrics")
 PROTOCOLS = ("http/protobuf", "grpc")
-UNITS = {"tokens": "{token}", "seconds": "s", "ratio": "1", "": ""}
+UNITS = {
+    "": "",
+    "batches": "{batch}",
+    "blocks": "{block}",
+    "bytes": "By",
+    "ratio": "1",
+    "requests": "{request}",
+    "seconds": "s",
+    "tokens": "{token}",
+}
+"""The codes by which OpenTelemetry knows the units of the metric table (https://ucum.org)."""
+
 INTERVAL_MILLISECONDS = 60_000
 WATCH_SECONDS = 1.0
 CLOSE_MILLISECONDS = 3_000

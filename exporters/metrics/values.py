@@ -332,6 +332,8 @@ class Health(msgspec.Struct):
     """Problems with journals and folders, each counted when it first appears."""
     unreadable: int = 0
     """Journals that can't be read now."""
+    unread: int = 0
+    """Journals of live engines of which nothing is read."""
     caught_up_seconds: float = 0.0
     """Time that the first reading of all journals took."""
     compacted_at: float = 0.0

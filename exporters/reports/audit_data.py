@@ -7,9 +7,7 @@ unless the field says requests.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -26,6 +24,7 @@ from ...audit.ledger.statements import Line
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
 from ...audit.text import utc
+from ..csv_cells import csv_of
 from .contents import ContentsData, contents
 from .costs import CostReport
 
@@ -343,15 +342,6 @@ def statement_data(statement: RequestStatement) -> dict[str, object]:
 def plain(data: object) -> Any:
     """Structs as dicts and lists."""
     return msgspec.to_builtins(data)
-
-
-def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """CSV with a header; an empty cell for None."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return out.getvalue().rstrip("\n")
 
 
 def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from ...audit.analysis.block_states import STATES, BlockUse, Quantiles
 from ...audit.errors import LedgerError
-from ...audit.replay.parallel import Run, here
+from ...audit.replay.parallel import Run, here, readable
+from ..csv_cells import csv_of
 from ..facts.kept import journals_and_sessions
 from ..facts.kept_blocks import block_use as block_use_at
-from .audit_data import csv_of, share
+from .audit_data import share
 from .terminal import blocks, counted, figures_table, listed, percent, title
 
 NO_BLOCKS = "no journal here has block events, which KVLEDGER_LEVEL=blocks records"
@@ -56,7 +57,7 @@ class BlockUseReport(msgspec.Struct, frozen=True, kw_only=True):
 def block_use(paths: Sequence[Path], *, run: Run = here) -> BlockUseReport:
     """Read the journals at ``paths``, or their kept rows. Raises LedgerError if none has block events."""
     everything, seen = BlockUse(), False
-    for use in run(block_use_at, journals_and_sessions(paths)):
+    for use in readable(run, block_use_at, journals_and_sessions(paths)):
         if use is not None:
             everything.merge(use)
             seen = True

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from ...audit.analysis.calls import DECODE, PREFILL, CallFigures, CallRequest, calls_of, figures
 from ...audit.replay.journals import RequestStatement
+from ..csv_cells import csv_of
 from . import terminal
-from .audit_data import csv_of, statement_data
+from .audit_data import statement_data
 
 ROLES = {
     "": "",

@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from ...audit.journal.catalogue import say
 from ...audit.replay.parallel import Run, here
-from ..facts.compact import Compacted, compact
+from ..facts.compact import LATER, Compacted, compact
 from ..facts.kept import is_session, journals_and_sessions
 from ..facts.retention import Retention
 from .audit_data import structs_csv
@@ -20,12 +21,16 @@ from .whatif import bytes_text
 
 
 def compact_all(paths: Sequence[Path], *, keep: Retention | None = None, run: Run = here) -> list[Compacted]:
-    """Keep or continue the facts of every journal at ``paths``. Raises LedgerError.
+    """Keep or continue the facts of every journal at ``paths``; what can't be is said. Raises LedgerError.
 
     With ``keep`` old rows are removed, also those of journals that are gone.
     """
     found = journals_and_sessions(paths)
-    return list(run(partial(compact, keep=keep), [path for path in found if keep or not is_session(path)]))
+    rows = list(run(partial(compact, keep=keep), [path for path in found if keep or not is_session(path)]))
+    for row in rows:
+        if row.problem and row.problem not in LATER:
+            say(f"{row.journal} was not compacted: {row.problem}")
+    return rows
 
 
 def render(rows: Sequence[Compacted]) -> Group:

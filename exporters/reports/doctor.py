@@ -13,7 +13,7 @@ from ...audit.entry.doctor import Diagnosis
 from ...audit.entry.doctor_contents import ContentsDiagnosis
 from ...audit.faults.listing import KnownFault, KnownOfRelease
 from ...audit.faults.releases import EXAMINED
-from .audit_data import csv_of
+from ..csv_cells import csv_of
 from .terminal import blocks, bullets, counted, indented, title
 
 

@@ -15,7 +15,7 @@ from ...audit.faults.catalogue import HARMS, Fault, Kind, shown_by
 from ...audit.faults.listing import KnownFault, KnownOfRelease, of_all, of_release
 from ...audit.faults.releases import Product, checked
 from ...audit.faults.texts import facts, level_of
-from .audit_data import csv_of
+from ..csv_cells import csv_of
 from .terminal import blocks, counted, indented, listed, title
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ...audit.analysis.prefixes import Prefix
 from ...audit.replay.block_traces import block_prefixes
-from ...audit.replay.parallel import Run, here
+from ...audit.replay.parallel import Run, here, readable
+from ..csv_cells import csv_of
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .audit_data import csv_of
 from .terminal import blocks, counted, figures_table, indented, title
 
 LEGEND = (
@@ -43,7 +43,7 @@ def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefi
     """The prefixes of all journals at ``paths``. Raises LedgerError."""
     found: list[Prefix] = []
     doubts: list[str] = []
-    for several, some_doubts in run(_of_journal, traces_at(paths)):
+    for several, some_doubts in readable(run, _of_journal, traces_at(paths)):
         found += several
         doubts += some_doubts
     found.sort(key=lambda each: (-each.saved_tokens - each.lost_tokens, each.engine, each.start, each.label))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from rich.text import Text
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
+from ..csv_cells import csv_of
 from .terminal import blocks, notes, plain_table
 
 MOST_SHOWN = 1_000
@@ -68,8 +67,4 @@ def _shown(value: Any) -> str:
 
 def as_csv(answer: Answered) -> str:
     """The answer with a header; an empty cell for null."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(answer.columns)
-    writer.writerows(answer.rows)
-    return out.getvalue().rstrip("\n")
+    return csv_of(answer.columns, answer.rows)

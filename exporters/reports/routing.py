@@ -15,8 +15,8 @@ from ...audit.analysis.router_index import Index, TokensIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.replay.routed import routing
+from ..csv_cells import csv_of
 from . import terminal
-from .audit_data import csv_of
 
 INDEXES = ("own", "tokens", "dynamo")
 

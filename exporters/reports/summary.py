@@ -17,8 +17,9 @@ from rich.text import Text
 from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
+from ..csv_cells import csv_of
 from . import costs as cost
-from .audit_data import csv_of, share
+from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport

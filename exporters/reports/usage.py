@@ -27,9 +27,9 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
+from ..csv_cells import csv_of
 from ..usage_logs import UsageLog
 from . import terminal
-from .audit_data import csv_of
 
 SHOWN = 20
 """Calls that differ and are printed without ``-v``."""

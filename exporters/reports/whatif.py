@@ -31,7 +31,7 @@ from ...audit.analysis.whatif import (
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
 from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
-from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here
+from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
 from ..facts.kept_blocks import recorded_blocks, traces_at
 from ..files import whole
@@ -113,7 +113,7 @@ def study(
     if len(places) == 1 and isinstance(run, Processes):
         read = partial(read, run=run)
         run = here
-    results = [*run(read, places)]
+    results = [*readable(run, read, places)]
     for path in requests:
         trace, sample = block_trace(request_trace(path, block_tokens), share=share)
         results.append(_of_trace(trace, sample, options, by))

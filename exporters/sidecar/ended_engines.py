@@ -69,6 +69,11 @@ class EndedEngines:
             del self.latest[engine]
         self._touch(engine, now)
 
+    def revoked(self, engine: str, journal: str) -> None:
+        """Note that the engine of a journal goes on."""
+        if self.latest.get(engine) == journal:
+            del self.latest[engine]
+
     def left(self, journal: FoldedJournal) -> None:
         """Note that the journal of an ended engine is not there any more."""
         self.gone.pop(journal.name, None)

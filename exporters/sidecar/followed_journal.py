@@ -9,10 +9,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from ...audit.checks.registry import Violation
+from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
@@ -45,6 +47,14 @@ class FollowedJournal:
         """Whether kvledger itself failed on this journal; it is not tried again."""
         self.retry_at = 0.0
         """The monotonic time before which a journal with a problem is not tried again."""
+        self.end_of_files = (0, 0)
+        """The number of the newest segment, and its bytes, when the journal had ended."""
+        self.batches = 0
+        """How many batches were read."""
+        self.unread_since = math.inf
+        """The monotonic time since which the journal grows and nothing of it is read; infinity: it is."""
+        self._looked: tuple[int, tuple[int, int]] | None = None
+        """The batches read and the end of the files at the last :meth:`look`; None before the first."""
         self.damage = 0
         """How often the reader found something missing or damaged."""
         self.behind = False
@@ -97,6 +107,7 @@ class FollowedJournal:
         until = time.monotonic() + seconds
         self.behind = False
         for batch, violations in self.engine_audit.batches(self.reader, self.lock):
+            self.batches += 1
             on_batch(self, batch, violations)
             if batch.begins_segment:
                 save_soon()
@@ -119,3 +130,28 @@ class FollowedJournal:
         with self.lock:
             self.engine_audit.end(stopped=self.reader.stopped)
         self.ended = True
+        self.end_of_files = end_of(self.engine_audit.path)
+
+    def look(self) -> None:
+        """See whether the journal has grown and nothing of it is read. By no clock but this process's."""
+        before, now = self._looked, (self.batches, end_of(self.engine_audit.path))
+        self._looked = now
+        if before is None or now[0] != before[0]:
+            self.unread_since = math.inf
+        elif now[1] > before[1] and math.isinf(self.unread_since):
+            self.unread_since = time.monotonic()
+
+    def revive(self) -> None:
+        """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
+        self.ended = self.reader.ended = False
+
+
+def end_of(journal: Path) -> tuple[int, int]:
+    """The number of the newest segment of a journal, and its bytes; zeros if that can't be found out."""
+    try:
+        if not journal.is_dir():
+            return 1, journal.stat().st_size
+        number, path = max(segments(journal).items(), default=(0, journal))
+        return number, path.lstat().st_size if number else 0
+    except OSError:
+        return 0, 0

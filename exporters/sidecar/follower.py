@@ -13,6 +13,7 @@ One thread reads; other threads take ``lock`` before they look at the audits. Ru
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -26,7 +27,8 @@ import msgspec
 from ... import __version__
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.journal.reader import Batch, Reader
+from ...audit.journal.format import is_live
+from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.followed_audit import FollowedAudit
@@ -36,7 +38,7 @@ from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
 from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
-from .followed_journal import FollowedJournal, OnBatch
+from .followed_journal import FollowedJournal, OnBatch, end_of
 from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
@@ -55,6 +57,12 @@ LEAST_SAVE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 60.0
 """If the reading thread finishes nothing for this long, it is stuck."""
 
+LOOK_SECONDS = 5.0
+"""How often journals that have ended are looked at: an end may be revoked."""
+
+UNREAD_SECONDS = 60.0
+"""If a live engine writes for so long and nothing of it is read, its figures stand still."""
+
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
 
@@ -63,6 +71,13 @@ PAST_NAMES = 32
 
 PAST_SECONDS = 24 * 3600.0
 """How long the figures of a name stay after its last engine has ended."""
+
+
+def _lives(journal: Path) -> bool:
+    try:
+        return journal.is_dir() and is_live(journal)
+    except (LedgerError, OSError):
+        return False
 
 
 def ignore(*_: object) -> None:
@@ -107,6 +122,12 @@ class Follower:
         """Lists the journals to follow."""
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
+        self._out_of_reach: dict[str, JournalState] = {}
+        """What the checkpoint has of journals whose folders can't be read since the start."""
+        self._refused: dict[str, str] = {}
+        """Why what may be a journal can't be told to be one, by its name."""
+        self._look_at = 0.0
+        """The monotonic time at which ended journals are looked at next."""
         self._to_fold: list[str] = []
         """The ended journals that are folded at the end of the present round."""
         self._folder = folder
@@ -149,6 +170,8 @@ class Follower:
     def problems(self) -> list[str]:
         """Which journals can't be read now, and why. The caller holds ``lock``."""
         problems = [f"{one.name}: {one.problem}" for one in self.journals.values() if one.problem]
+        problems += [f"{name}: its folder can't be read" for name in self._out_of_reach]
+        problems += [f"{name}: {sentence}" for name, sentence in self._refused.items()]
         return problems + [f"{name}: a batch of it is still being posted" for name in sorted(self.lock.busy)]
 
     @property
@@ -189,6 +212,9 @@ class Follower:
                 return
             if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
                 self._read(journal, stop, seconds)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            self._revoke_ends()
         if not self._behind:
             self._route()
         if self._fold:
@@ -279,11 +305,18 @@ class Follower:
     # --- which journals there are ---------------------------------------------------------------------
 
     def _find(self) -> None:
-        names = set(self._finder.names([*self.journals, *self.ended.folded], self._notify_once))
+        known = [*self.journals, *self.ended.folded, *self._out_of_reach]
+        names = set(self._finder.names(known, self._notify_once))
+        for state in [*self._out_of_reach.values()]:
+            with self.lock:
+                if self._restored(state):
+                    del self._out_of_reach[state.name]
         new = {}
-        for name in sorted(names - self.journals.keys() - self.ended.folded.keys()):
+        followed = {*self.journals, *self.ended.folded, *self._out_of_reach}
+        self._refused = {}
+        for name in sorted(names - followed):
             path = self._finder.path(name)
-            if self._finder.is_journal(name, self._notify_once) and not self.ended.came_back(name, path):
+            if self._is_journal(name) and not self.ended.came_back(name, path):
                 engine_audit = FollowedAudit(path)
                 self.on_opened(engine_audit)
                 new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
@@ -294,6 +327,14 @@ class Follower:
             self._retire(name)
         for name in self.ended.folded.keys() - names:
             self.ended.left(self.ended.folded.pop(name))
+
+    def _is_journal(self, name: str) -> bool:
+        said: list[str] = []
+        found = self._finder.is_journal(name, said.append)
+        for sentence in said:
+            self._refused[name] = sentence
+            self._notify_once(sentence)
+        return found
 
     def _retire(self, name: str) -> None:
         """The journal's folder is gone: keep the sums, and nothing else."""
@@ -313,6 +354,48 @@ class Follower:
         """Remember a removed journal if its engine had ended and all of it was read."""
         if saved is not None and saved.ended and saved.beginning:
             self.ended.left(FoldedJournal(saved.name, saved.position.segment, saved.beginning))
+
+    # --- ends that were none ----------------------------------------------------------------------------
+
+    def _revoke_ends(self) -> None:
+        """Go on with journals whose engines live, or that grew; count live ones that stand still."""
+        for journal in list(self.journals.values()):
+            path = journal.engine_audit.path
+            if journal.ended and not journal.broken and (_lives(path) or end_of(path) > journal.end_of_files):
+                self._revive(journal)
+        for folded in list(self.ended.folded.values()):
+            path = self._finder.path(folded.name)
+            if _lives(path) and end_of(path)[0] > folded.segment:
+                self._follow_again(folded, path)
+        unread = sum(map(self._stands_still, self.journals.values()))
+        unread += sum(_lives(self._finder.path(name)) for name in self.ended.folded)
+        self.health.unread = unread
+
+    def _revive(self, journal: FollowedJournal) -> None:
+        with self.lock:
+            journal.revive()
+            self.ended.revoked(engine_label(journal.engine_audit), journal.name)
+        if journal.name in self._to_fold:
+            self._to_fold.remove(journal.name)
+        self._notify_once(f"{journal.name} seemed to have ended and goes on.")
+        self._read(journal, None, TURN_SECONDS)
+
+    def _follow_again(self, folded: FoldedJournal, path: Path) -> None:
+        """Follow a folded journal from its next segment: its sums have what came before."""
+        engine_audit = FollowedAudit(path)
+        self.on_opened(engine_audit)
+        start = Position(segment=folded.segment + 1, event=-1)
+        with self.lock:
+            del self.ended.folded[folded.name]
+            self.journals[folded.name] = FollowedJournal(folded.name, engine_audit, Reader(path, start=start))
+        self._notify_once(f"{folded.name} seemed to have ended and goes on.")
+        self._read(self.journals[folded.name], None, TURN_SECONDS)
+
+    def _stands_still(self, journal: FollowedJournal) -> bool:
+        """Whether a live engine writes and nothing of it is read."""
+        journal.look()
+        still = time.monotonic() - journal.unread_since > UNREAD_SECONDS
+        return still and _lives(journal.engine_audit.path)
 
     # --- engines that have ended ----------------------------------------------------------------------
 
@@ -376,6 +459,7 @@ class Follower:
 
     def _state(self, now: float) -> Checkpoint:
         journals = [state for one in self.journals.values() if (state := one.state()) is not None]
+        journals += self._out_of_reach.values()
         ended = self.ended
         past = [msgspec.Raw(serialize.capture(engine_audit)) for engine_audit in ended.sums.values()]
         folded = list(ended.folded.values())
@@ -403,10 +487,21 @@ class Follower:
         for one in loaded.folded:
             self._resume_folded(one)
         for state in loaded.journals:
-            self._restore(
-                state.engine_audit, self._finder.path(state.name), partial(self._resume_journal, state)
-            )
+            if not self._restored(state):
+                self._out_of_reach[state.name] = state
+                self._notify(f"{self._finder.path(state.name)} can't be read; it is tried again.")
         self.ended.sort()
+
+    def _restored(self, state: JournalState) -> bool:
+        """Go on with a journal of the checkpoint, unless nobody can say whether it is there."""
+        path = self._finder.path(state.name)
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()
+        except OSError:
+            return False
+        self._restore(state.engine_audit, path, partial(self._resume_journal, state))
+        return True
 
     def _restore(self, data: msgspec.Raw, path: Path, use: Callable[[FollowedAudit], None]) -> None:
         try:
@@ -444,6 +539,7 @@ class Follower:
         journal.reader.ended = journal.ended = state.ended
         journal.reader.stopped = state.stopped
         journal.shown = state.ended
+        journal.end_of_files = end_of(engine_audit.path)
         journal.damage = state.damage
         journal.saved = state
         self.journals[state.name] = journal

@@ -85,6 +85,7 @@ SPOKE = of("kvledger_last_event_timestamp_seconds")
 OBSERVED = of("kvledger_engine_observed")
 
 LOSSES = 'kvledger_sidecar_losses_total{job="kvledger", instance="a:9464", reason="segment removed"}'
+UNREAD = 'kvledger_sidecar_unread_journals{job="kvledger", instance="a:9464"}'
 UNREADABLE = 'kvledger_sidecar_unreadable_journals{job="kvledger", instance="a:9464"}'
 
 CASES = [
@@ -197,6 +198,9 @@ CASES = [
     Case("KvledgerSidecarLost", "nothing", {LOSSES: "2x30"}, "20m", []),
     Case("KvledgerJournalUnreadable", "one", {UNREADABLE: "1x20"}, "8m", [HERE]),
     Case("KvledgerJournalUnreadable", "for a moment", {UNREADABLE: "0x5 1x3 0x20"}, "9m", []),
+    Case("KvledgerFiguresStandStill", "one", {UNREAD: "0x3 1x20"}, "6m", [HERE]),
+    Case("KvledgerFiguresStandStill", "none", {UNREAD: "0x20"}, "6m", []),
+    Case("KvledgerFiguresStandStill", "for a moment", {UNREAD: "0x3 1 0x20"}, "6m", []),
     Case("KvledgerCheckFailures", "none", {of("kvledger_check_failures_total"): "0x30"}, "7m", []),
     Case("KvledgerRework", "a third", work("0+50x40", "0+100x40"), "30m", [OF_ENGINE]),
     Case("KvledgerRework", "a tenth", work("0+10x40", "0+90x40"), "30m", []),

@@ -76,13 +76,21 @@ RULES = {
     "audit.journal.decode": Rule(
         ours=(*EVENTS, "audit.journal.possible_events", "audit.text", "audit.journal.format")
     ),
-    "audit.journal.format": Rule(ours=EVENTS),
+    "audit.journal.safe_open": Rule(libraries=NONE, ours=("audit.errors",)),
+    "audit.journal.format": Rule(ours=(*EVENTS, "audit.journal.safe_open")),
     "audit.journal.host_folders": Rule(ours=(*EVENTS, "audit.text")),
     "audit.journal.catalogue": Rule(
-        ours=("audit.errors", "audit.journal.format", "audit.journal.host_folders")
+        ours=(
+            "audit.errors",
+            "audit.journal.format",
+            "audit.journal.host_folders",
+            "audit.journal.safe_open",
+        )
     ),
-    "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format")),
-    "audit.journal.reader": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.decode")),
+    "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.safe_open")),
+    "audit.journal.reader": Rule(
+        ours=(*EVENTS, "audit.journal.format", "audit.journal.decode", "audit.journal.safe_open")
+    ),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
     "audit.journal.retention": Rule(
         ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.catalogue")

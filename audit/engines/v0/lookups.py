@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ... import events as ev
-from ...text import cut_id
+from ...text import cut_id, cut_priority
 from ..observer import Observer
 from .sequence import ObservedSequence, cached_now, is_accounted, remembered_hit
 
@@ -59,7 +59,7 @@ class LookupObserver(Observer):
                 request_id=cut_id(request_id),
                 prompt_tokens=seq_group.first_seq.get_prompt_len(),
                 max_tokens=getattr(seq_group.sampling_params, "max_tokens", None),
-                priority=seq_group.priority,
+                priority=cut_priority(seq_group.priority),
                 pooling=seq_group.pooling_params is not None,
                 labels=self.labels.of(seq_group),
             )

@@ -202,8 +202,7 @@ def test_no_facts_are_written_through_a_link(tmp_path: Path) -> None:
     journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / kept.FOLDER).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LedgerError, match="is a link"):
-        compact(journal)
+    assert "is a link" in compact(journal).problem
     assert [] == [*(tmp_path / "elsewhere").iterdir()]
 
 
@@ -216,7 +215,7 @@ def test_a_kept_file_that_is_gone_is_not_missed_silently(folder: Path, tmp_path:
 
     assert approximately(whole) == answers(tmp_path, EVERYTHING)
     shutil.copytree(tmp_path / kept.FOLDER, tmp_path / "gone" / kept.FOLDER)
-    with pytest.raises(LedgerError, match="is gone, which kvledger compact kept"):
+    with pytest.raises(LedgerError, match="which is gone or was changed"):
         summarize([tmp_path / "gone"])
     shutil.rmtree(tmp_path / "gone")
     assert "" == compact(tmp_path / "engine-00").problem

@@ -139,3 +139,38 @@ def test_a_journal_that_cannot_be_read_does_not_hide_its_host(tmp_path: Path) ->
     with following(tmp_path, notified=notified) as follower:
         assert ["a/" + NAME] == [*follower.journals]
         assert 1 == len(notified) and "engine-2 is not a kvledger journal" in notified[0]
+
+
+def test_a_host_out_of_reach_while_the_sidecar_starts_loses_nothing(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notified: list[str] = []
+    with following(tmp_path) as follower:
+        follower.save()
+    engines[0].serve()
+    originals = {name: getattr(os, name) for name in ("stat", "lstat", "scandir", "open")}
+
+    def refusing(name: str) -> Any:
+        def call(path: Any, *args: Any, **given: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path).is_relative_to(tmp_path / "b" / NAME):
+                raise PermissionError(13, "Permission denied", str(path))
+            return originals[name](path, *args, **given)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in originals:
+            patch.setattr(os, name, refusing(name))
+        follower = Follower(tmp_path, tmp_path / ".kvledger", notified.append)
+        follower.catch_up()
+    assert [2] == [engine_audit.closed.requests for engine_audit in follower.audits]
+    assert [f"{tmp_path / 'b' / NAME} can't be read; it is tried again."] == notified
+    assert 1 == follower.health.unreadable
+    follower.save()
+    follower.close()
+
+    with following(tmp_path) as follower:
+        engines[1].serve()
+        follower.poll()
+        assert [2, 2] == [engine_audit.closed.requests for engine_audit in follower.audits]
+        assert {} == follower.health.lost

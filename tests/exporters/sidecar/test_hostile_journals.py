@@ -10,7 +10,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 from tests import journals
+from tests.planted import KINDS, SECONDS, plant
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter
@@ -71,3 +73,31 @@ def test_a_hostile_journal_stops_neither_scrapes_nor_a_signal(tmp_path: Path) ->
     assert time.monotonic() - began < 30
     assert 'kvledger_requests_total{engine="served / engine 0"' in text
     assert 'kvledger_gaps_total{engine="vllm / engine 0"' in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_planted_stops_neither_scrapes_nor_a_signal(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "journals"
+    journals.write(folder / "engine-0-8-0", [], configuration={"model": "served"})
+    try:
+        plant(folder, KINDS[kind])
+    except PermissionError:
+        pytest.skip("only root can make one")
+    command = [sys.executable, "-m", "kvledger", "serve", str(folder), "--state", str(tmp_path / "state")]
+    with subprocess.Popen(
+        [*command, "--web.listen-address", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            url = next(line for line in process.stderr if line.startswith("Serving")).split()[1]
+            with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+                text = answer.read().decode()
+            for page in ("-/healthy", "-/ready", "findings", ""):
+                with urllib.request.urlopen(url.replace("metrics", page), timeout=SECONDS) as answer:
+                    assert 200 == answer.status
+            process.send_signal(signal.SIGTERM)
+            assert 0 == process.wait(SECONDS)
+        finally:
+            process.kill()
+
+    assert 'kvledger_requests_total{engine="served / engine 0"' in text

@@ -13,11 +13,12 @@ import pytest
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 from tests import journals
-from tests.command_line import runner
+from tests.command_line import exit_code, runner
 from tests.exporters.sidecar.test_http_server import Client, served
 
 from kvledger import cli
 from kvledger.audit.entry.variables import SIDECAR
+from kvledger.audit.journal.catalogue import say
 from kvledger.exporters.sidecar import http_server, serve, systemd
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.sidecar.log import FORMATS, LEVELS, Log
@@ -192,3 +193,13 @@ def test_everything_that_may_delay_the_end_takes_less_than_a_second() -> None:
     delays = serve.LATENCY_SECONDS + serve.STOP_SECONDS + http_server.POLL_SECONDS
 
     assert delays + serve.TELEMETRY_MILLISECONDS / 1e3 <= 1.0
+
+
+def test_what_is_left_out_is_a_line_of_the_log_and_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "serve", lambda *_, **__: [say("Left out: a."), say("Left out: a.")])
+
+    assert 0 == exit_code("serve", tmp_path, "--log.format", "json")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Left out: a." == json.loads(line)["msg"]

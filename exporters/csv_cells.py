@@ -1,0 +1,48 @@
+"""CSV, of which a spreadsheet runs no cell: request ids, models and groups are text that clients chose.
+
+A spreadsheet takes a cell that begins with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return for a
+formula. So such a text gets an apostrophe, as spreadsheets write text. Numbers have none. A text that begins
+with apostrophes before one of these gets one more, so that :func:`text_of` gives every text back.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+_ESCAPED = re.compile(r"'+[=+\-@\t\r]")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def cell(value: object) -> object:
+    """A value for a cell. What is no text is a number, nothing, or begins with a letter, digit or bracket."""
+    if isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value):
+        return f"'{value}"
+    return value
+
+
+def text_of(value: str) -> str:
+    """The text of which :func:`cell` made this."""
+    return value[1:] if _ESCAPED.match(value) else value
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """CSV with a header, without the last line break; an empty cell for None."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(cell, columns))
+    writer.writerows([map(cell, row) for row in rows])
+    return out.getvalue().removesuffix("\n")
+
+
+def read_csv(text: str) -> tuple[Sequence[str], list[dict[str, str]]]:
+    """The columns and the rows of CSV that :func:`csv_of` made. Raises :class:`csv.Error`."""
+    table = csv.DictReader(io.StringIO(text))
+    rows = [
+        {name: text_of(value) if isinstance(value, str) else value for name, value in row.items()}
+        for row in table
+    ]
+    return table.fieldnames or (), rows

@@ -1,0 +1,171 @@
+"""Nothing under a name that kvledger opens stops a command, the sidecar or the audit of another engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.command_line import exit_code
+from tests.exporters.sidecar.routed_engines import Fleet
+from tests.planted import KINDS, TooLong, limited, plant
+
+from kvledger.audit.errors import LedgerError
+from kvledger.audit.replay import checkpoint
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.metrics.metric_list import collect
+from kvledger.exporters.sidecar.follower import Follower
+
+NOBODY = 65_534
+QUERY = "select count(*) from requests"
+COMMANDS = (
+    "audit {} --format json",
+    "query {} QUERY",
+    "why {}",
+    "summary {}",
+    "summary {} --by engine",
+    "blocks {}",
+    "prefixes {}",
+    "whatif {}",
+    "routing {}",
+    "ls {}",
+    "ls {} --audit",
+    "prune {} --older-than 1d",
+    "diff {} {}",
+    "report {} -o OUT/page.html",
+    "export {} -o OUT/tables",
+    "export {} --format openmetrics -o OUT/metrics",
+    "timeline {} -o OUT/timeline",
+    "statement {} --month 2023-11 -o -",
+    "show {} r-3-0",
+    "tail {} --format json",
+    "compact {}",
+    "compact {} --keep 1d",
+)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two engines, with blocks and recorded KV events."""
+    folder = tmp_path_factory.mktemp("healthy")
+    fleet = Fleet(folder, 1, lose=False)
+    fleet.serve(20)
+    fleet.stop()
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def planted(request: pytest.FixtureRequest, healthy: Path, tmp_path: Path) -> Iterator[Path]:
+    """The same, with something planted under every name of the journals beside them."""
+    folder = tmp_path / "journals"
+    shutil.copytree(healthy, folder)
+    try:
+        plant(folder, KINDS[request.param])
+    except PermissionError:
+        pytest.skip("only root can make one")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def answers(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[object, str]]:
+    """The exit code of every command, and what it says."""
+    found: dict[str, tuple[object, str]] = {}
+    for command in COMMANDS:
+        words = command.replace("OUT", str(out)).split()
+        code: object = "too long"
+        with contextlib.suppress(TooLong), limited():
+            code = exit_code(*(word.replace("{}", str(folder)).replace("QUERY", QUERY) for word in words))
+        found[command] = code, capsys.readouterr().err
+    return found
+
+
+def test_every_command_answers_as_without_them_and_says_what_it_left_out(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = answers(planted, tmp_path, capsys)
+
+    assert {} == {command: answer for command, answer in beside.items() if answer[0] not in (1, 3)}
+    for code, said in beside.values():
+        assert code == 1 or f"Left out: {planted}/engine-2-9-0 " in said
+
+
+def test_the_sidecar_follows_the_others(healthy: Path, planted: Path) -> None:
+    said: list[str] = []
+    with limited():
+        with contextlib.suppress(LedgerError, OSError):  # its own folder can't be used, and it says so
+            Follower(planted, planted / checkpoint.HIDDEN).close()
+        follower = Follower(planted, planted / ".state", said.append, fold=False)
+        follower.catch_up()
+        families = collect(follower.audits)
+        follower.save()
+        follower.close()
+
+    assert families
+    assert follower.health.unreadable and any("engine-2-9-0" in problem for problem in follower.problems)
+    assert all(follower.journals[path.name].shown for path in healthy.glob("engine-*"))
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Everything inside is done by a user who owns nothing here."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.fixture
+def shared(healthy: Path) -> Iterator[Path]:
+    """Journals that every user may read, which a sidecar and a compaction of root keep files beside."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = Path(shutil.copytree(healthy, Path(name, "journals")))
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        for journal in folder.glob("engine-*"):
+            assert "" == compact(journal).problem
+        follower = Follower(folder, folder / checkpoint.HIDDEN)
+        follower.catch_up()
+        follower.close()
+        Path(name, "out").mkdir()
+        os.chmod(Path(name, "out"), 0o777)
+        yield folder
+
+
+def test_the_files_of_root_stop_no_other_user(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared.parent / "out"
+    before = answers(shared, out, capsys)  # imports what commands import; another user may not read it
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with another_user():
+        after = answers(shared, out, capsys)
+
+    refused = {command for command in COMMANDS if command.startswith("compact")}
+    assert {command: answer[0] for command, answer in before.items() if command not in refused} == {
+        command: answer[0] for command, answer in after.items() if command not in refused
+    }
+    assert {3} == {after[command][0] for command in refused}
+
+
+def test_a_journal_of_another_user_is_left_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shared.parent / "out"
+    other = min(shared.glob("engine-*"))
+    answers(shared, out, capsys)
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    other.chmod(0o700)
+    with another_user():
+        after = answers(shared, out, capsys)
+
+    assert {} == {command: answer for command, answer in after.items() if answer[0] not in (1, 3)}
+    for command, (code, said) in after.items():
+        assert code == 1 or f"Left out: {other} can't be read: Permission denied." in said, command
