@@ -73,7 +73,8 @@ def drives() -> dict[str, Callable[[Any], Any]]:
     from tests.scenarios.corpus import runnable
     from tests.scenarios.driving import start
 
-    start(connector="scripted")  # imports vLLM, which takes longer than a drive may
+    start(connector="scripted")  # imports vLLM, and has it read a drafter: both take longer than a drive may
+    start(drafts=2, drafter="eagle")
 
     def history(seed: int, attach: Any) -> None:
         played = play(draw(seed), attach)
