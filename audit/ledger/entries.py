@@ -100,6 +100,14 @@ class Stalled(NamedTuple):
     runs: bool
 
 
+class Misqueued(NamedTuple):
+    """A request that is ``open`` and not in exactly one queue of the scheduler, or has ended and is in one."""
+
+    request_id: str
+    places: int
+    open: bool
+
+
 class StoodStill(NamedTuple):
     """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests."""
 
