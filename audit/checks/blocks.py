@@ -21,6 +21,7 @@ from ..ledger.blocks.entries import (
     Uncovered,
 )
 from ..ledger.blocks.provenance import FAILED, PENDING, SEQUENCE, TAINTED, UNFILLED
+from ..ledger.blocks.records import DEFERRED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
@@ -407,18 +408,22 @@ def coverage(entry: Entry) -> Iterator[Witness]:
     ),
 )
 def leak(entry: Entry) -> Iterator[Witness]:
-    """No block is held for a request that has ended.
+    """No block is held for a request that has ended, or has given it up.
 
-    Violated at once when the engine removes a request without freeing its blocks, and after 15 minutes
-    when a connector keeps them: the pool lacks these blocks until a restart.
+    Violated at once when the engine removes a request without freeing its blocks, or has deferred their free
+    and no step is in flight any more, and after 15 minutes when a connector keeps them: the pool lacks these
+    blocks until a restart.
     """
     subject = entry.subject
     assert isinstance(subject, Leak)
     when = f"ended {subject.seconds} seconds ago" if subject.seconds else "has ended"
-    sentence = (
-        f"Request {subject.holder.request_id} {when} and still holds {len(subject.blocks)} blocks, which the "
-        "pool lacks until a restart."
-    )
+    name, blocks = subject.holder.request_id, len(subject.blocks)
+    sentence = f"Request {name} {when} and still holds {blocks} blocks, which the pool lacks until a restart."
+    if subject.holder.kind == DEFERRED:
+        sentence = (
+            f"Request {name} gave up {blocks} blocks. No step is in flight that may write to them, but they "
+            "are not free: the pool lacks them until a restart."
+        )
     yield Witness(_plain(sentence), subject.story, blocks=subject.blocks, seconds=subject.seconds)
 
 

@@ -60,12 +60,15 @@ def queued_once(entry: Entry) -> Iterator[Witness]:
     subject = entry.subject
     assert isinstance(subject, Misqueued)
     if subject.open and subject.places:
-        yield Witness("Request {request} is in {places} places of the scheduler's queues.", places=subject.places)
+        yield Witness(
+            "Request {request} is in {places} places of the scheduler's queues.", places=subject.places
+        )
     elif subject.open:
         yield Witness(places=0)
     else:
+        noun = "place" if subject.places == 1 else "places"
         yield Witness(
-            "Request {ended} has ended and is still in {places} of the scheduler's queues.",
+            f"Request {{ended}} has ended and is still in the scheduler's queues, at {{places}} {noun}.",
             ended=subject.request_id,
             places=subject.places,
         )

@@ -82,7 +82,7 @@ class Ledger(LedgerState):
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            subjects = self.blocks.after(event, open_accounts(self), self.is_scheduled)
+            subjects = self.blocks.after(event, open_accounts(self), self.is_scheduled, self.is_in_flight)
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
@@ -91,6 +91,11 @@ class Ledger(LedgerState):
     def is_scheduled(self, request: int) -> bool:
         """Whether the last step that was posted scheduled a request."""
         return request in self.last_step or request in self.steady
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step may be in flight."""
+        return bool(self.undelivered or self.skip_deliveries or not self.steps_in_flight_known)
 
     # --- questions ------------------------------------------------------------------------------
 

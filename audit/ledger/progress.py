@@ -42,7 +42,9 @@ def _enter_stood_still(state: LedgerState, event: ev.Census) -> None:
     seconds = (event.at - since) // 1_000_000
     if calls >= IDLE_CALLS and (seconds >= STALLED_SECONDS or event.rows or not _may_be_freed(state)):
         running = [state.living[row] for row in event.rows[::5] if row in state.living]
-        first = min(running or state.living.values(), key=lambda account: (account.priority, account.added_at))
+        first = min(
+            running or state.living.values(), key=lambda account: (account.priority, account.added_at)
+        )
         _enter(state, StoodStill(calls, seconds, event.ready_requests), first)
 
 

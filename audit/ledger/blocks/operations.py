@@ -18,7 +18,7 @@ from .engine_reports import compare_references
 from .entries import StrayFree
 from .holdings import Holdings
 from .isolation import report_other_classes
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Pool, hash_text, remember, used
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Holder, Pool, hash_text, remember, used
 
 
 def _allocated(holdings: Holdings, event: pool_calls.BlocksAllocated) -> None:
@@ -158,10 +158,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    deferred, done = (
-        holdings.actor(DEFERRED, event.request, event.group),
-        holdings.call_operation(event, "deferred"),
-    )
+    done = holdings.call_operation(event, "deferred")
     for block in event.blocks:
         if block == pool.null_block:
             continue
@@ -169,6 +166,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
         remember(record, done)
         for held in [h for h in record.holders if h.kind == TABLE and h.request == event.request][:1]:
             holdings.remove_holder(event.pool, block, record, held)
+            deferred = Holder(DEFERRED, held.request, held.request_id, held.life, event.group)
             holdings.add_holder(event.pool, block, record, deferred)
 
 
