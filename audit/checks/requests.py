@@ -1,4 +1,4 @@
-"""Checks of requests as a whole: that each of them is queued once, and makes progress, and the engine with it."""
+"""Checks of requests as a whole: each is queued once and makes progress, and the engine with it."""
 
 from __future__ import annotations
 

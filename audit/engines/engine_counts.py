@@ -48,7 +48,7 @@ class EngineCounts:
         return is_paused or getattr(scheduler, "ec_connector", None) is not None
 
     def waiting(self, scheduler: Any) -> list[Any]:
-        """The queues of waiting requests. An open request is in one of them, or in the list of running ones."""
+        """The queues of waiting requests. An open request is in one of them, or runs."""
         return [getattr(scheduler, name) for name in WAITING if hasattr(scheduler, name)]
 
     def transferred(self, request: Any) -> bool:

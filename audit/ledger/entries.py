@@ -101,7 +101,7 @@ class Stalled(NamedTuple):
 
 
 class Misqueued(NamedTuple):
-    """A request that is ``open`` and not in exactly one queue of the scheduler, or has ended and is in one."""
+    """A request that is ``open`` and not in exactly one of the scheduler's queues, or ended and in some."""
 
     request_id: str
     places: int

@@ -1,4 +1,4 @@
-"""Requests that no step schedules although others run, and requests in the wrong queues, found at each census.
+"""Requests that no step schedules although others run, and misqueued requests, found at each census.
 
 Nothing is noted in a step. A census looks at the requests that the last step did not schedule, and remembers
 since when each of them has not run.

@@ -124,6 +124,7 @@ class Holdings:
             pool.hashes[hash_id] -= 1
             if not pool.hashes[hash_id]:
                 del pool.hashes[hash_id]
+                pool.ends.pop(hash_id, None)
                 pool.removed.pop(hash_id, None)
                 if how:
                     pool.removed[hash_id] = (step, UNKNOWN, how)

@@ -140,6 +140,8 @@ class Pool(msgspec.Struct):
     """Whether ``hashes`` are all hashes of the cache map."""
     prefix_groups: list[int] = []
     """Groups in which a hit needs every block below it."""
+    ends: dict[int, int] = {}
+    """By hash id: the end of the positions that the hash covers."""
     removed: dict[int, tuple[int, int, str]] = {}
     """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
     records: dict[int, Block] = {}

@@ -313,6 +313,34 @@ def failed_load_in_chunks(watched: Any) -> Any:
 
 
 @violates("blocks/hash-content")
+def test_a_block_cached_under_the_hash_of_the_block_before_is_found(watched):
+    driver = watched.start()
+    cache = driver.scheduler.kv_cache_manager.block_pool.cache_full_blocks
+
+    def under_the_hash_before(request: Any, *args: Any, **kwargs: Any) -> None:
+        request.block_hashes[2] = request.block_hashes[1]
+        cache(request, *args, **kwargs)
+
+    driver.scheduler.kv_cache_manager.block_pool.cache_full_blocks = under_the_hash_before
+    driver.add("a", 80, 4)
+    driver.run()
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "of request a, under a hash that a block has for positions up to" in finding.message
+
+
+@near_miss("blocks/hash-content")
+def test_equal_blocks_of_two_requests_have_one_hash(watched):
+    driver = watched.start()
+    driver.add("a", 80, 4)
+    driver.add("b", 80, 4, shares=("a", 80))
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+@violates("blocks/hash-content")
 def test_an_abort_between_two_recomputed_chunks_leaves_the_other_blocks_without_kv(watched):
     driver = failed_load_in_chunks(watched)
     driver.abort("r")
