@@ -282,9 +282,9 @@ class LoadFailed(Event, frozen=True, array_like=True, tag=12):
     """A load was reported as failed: positions from ``computed_tokens`` up are not valid.
 
     ``before_tokens`` and ``computed_tokens`` are the engine's counts before and after its own
-    truncation; they are equal if it kept a load that was reported as failed whole. Under the policy ``fail`` the request then ends. ``failed_blocks``: the blocks of all
-    requests that were reported with this failure; the others of the load were filled. None: not known, or
-    the whole load failed.
+    truncation; they are equal if it kept a load that was reported as failed whole. Under the policy ``fail``
+    the request then ends. ``failed_blocks``: the blocks of all requests that were reported with this
+    failure; the others of the load were filled. None: not known, or the whole load failed.
     """
 
     request: int
