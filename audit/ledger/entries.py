@@ -367,6 +367,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | FailedBlocksKept
         | Stalled
         | StoodStill
+        | Misqueued
         | Livelocked
         | Unpromised
         | Unsaved
