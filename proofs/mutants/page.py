@@ -139,6 +139,8 @@ def _why(mutant: Mutant, judgement: Judgement) -> str:
         return mutant.why or judgement.error
     if not judgement.differing and not judgement.raised:
         return "no drive shows a difference: it is not reached, or the engine does the same"
+    if judgement.raised and judgement.doubted:
+        return "the engine raises before an event shows it; the verdict is unknown, and says so"
     if not judgement.differing:
         return "the engine ends the drive, and no figure is wrong before"
     return "the checks are blind to it"
