@@ -70,6 +70,11 @@ def _totals(pairs: Sequence[Pair]) -> list[str]:
         f"kvledger finds {len(either)} of {len(pairs)}. Without the mutant, the drives shown have no ",
     ]
     lines[-1] += f"violation at all for {without} of these; the others have a known fault of the release too."
+    unsure = sum(bool(each.doubted) for _, each in pairs if not caught(each, *LEVELS))
+    lines += [
+        "",
+        f"Of the mutants not found, {unsure} make the engine raise, so that the verdict is *unknown*.",
+    ]
     return [*lines, ""]
 
 
