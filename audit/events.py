@@ -282,9 +282,9 @@ class LoadFailed(Event, frozen=True, array_like=True, tag=12):
     """A load was reported as failed: positions from ``computed_tokens`` up are not valid.
 
     ``before_tokens`` and ``computed_tokens`` are the engine's counts before and after its own
-    truncation. Under the policy ``fail`` the request then ends. ``failed_blocks``: the blocks of all
-    requests that were reported with this failure; the others of the load were filled. None: not known, or
-    the whole load failed.
+    truncation; they are equal if it kept a load that was reported as failed whole. Under the policy ``fail``
+    the request then ends. ``failed_blocks``: the blocks of all requests that were reported with this
+    failure; the others of the load were filled. None: not known, or the whole load failed.
     """
 
     request: int
@@ -453,7 +453,8 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     ``hook_us``: microseconds that the hooks took in the ``hook_steps`` timed steps since the last census; -1:
     no step was timed. ``idle_calls``: calls of ``schedule`` since the last census that scheduled nothing,
     though no step was in flight and the engine was not paused. ``ready_requests``: open requests that wait
-    for nothing but a step; -1: not counted.
+    for nothing but a step; -1: not counted. ``misqueued``: by request id, how many places the queues have of
+    an open request that is not in exactly one of them, or of an ended one that is in any.
     """
 
     step: int
@@ -466,6 +467,7 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     waiting_rows: list[int] = []
     idle_calls: int = 0
     ready_requests: int = -1
+    misqueued: dict[str, int] = {}
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):

@@ -102,6 +102,10 @@ def _settings(values: dict[str, ev.Setting]) -> dict[str, ev.Setting]:
     }
 
 
+def _counts(values: dict[str, int]) -> dict[str, int]:
+    return {shown_id(name): count for name, count in values.items()}
+
+
 def _labels(labels: ev.RequestLabels | None) -> ev.RequestLabels | None:
     if labels is None or (labels.lora + labels.group).isprintable():
         return labels
@@ -134,6 +138,7 @@ _BY_TYPE: dict[Any, Callable[[Any], Any]] = {
     list[str] | None: _texts,
     Sequence[str]: _texts,
     dict[str, ev.Setting]: _settings,
+    dict[str, int]: _counts,
     list[ev.SnapshotRow]: _rows,
     ev.RequestLabels | None: _labels,
 }

@@ -20,7 +20,16 @@ from ..ledger.blocks.entries import (
     StrayFree,
     Uncovered,
 )
-from ..ledger.blocks.provenance import FAILED, LEFT, PENDING, SEQUENCE, TAINTED, UNFILLED
+from ..ledger.blocks.provenance import (
+    FAILED,
+    HASHED_OTHERWISE,
+    LEFT,
+    PENDING,
+    SEQUENCE,
+    TAINTED,
+    UNFILLED,
+)
+from ..ledger.blocks.records import DEFERRED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
@@ -320,20 +329,23 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     """A cached block holds the KV of every position that its hash stands for.
 
     Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
-    has finished, or when its request's life has ended without filling them: the next request with this prefix
-    reads KV that does not exist. ``blocks/read-invalid`` names each request that hits the block.
+    has finished, when its request's life has ended without filling them, or under a hash that another block
+    has for other positions: the next request with this prefix reads KV that does not exist, or the wrong KV.
+    ``blocks/read-invalid`` names each request that hits the block.
     """
     subject = entry.subject
     assert isinstance(subject, CachedContent)
     why = {
-        SEQUENCE: f"has only {subject.limit} tokens",
-        PENDING: f"has KV only up to position {subject.limit}, because its load has not finished",
-        FAILED: f"has no KV from position {subject.limit} on, because its load failed",
-        UNFILLED: f"has no KV from position {subject.limit} on, because it did not compute these tokens",
+        SEQUENCE: f"which has only {subject.limit} tokens",
+        PENDING: f"which has KV only up to position {subject.limit}, because its load has not finished",
+        FAILED: f"which has no KV from position {subject.limit} on, because its load failed",
+        HASHED_OTHERWISE: f"under a hash that a block has for positions up to {subject.limit}",
+        UNFILLED: f"which has no KV from position {subject.limit} on, because it did not compute them",
     }[subject.why]
+    reads = "the wrong KV" if subject.why == HASHED_OTHERWISE else "KV that does not exist"
     sentence = (
         f"Block {subject.block} is cached for positions up to {subject.end} of request {subject.request_id}, "
-        f"which {why}. The next request with this prefix reads KV that does not exist."
+        f"{why}. The next request with this prefix reads {reads}."
     )
     yield Witness(
         _plain(sentence),
@@ -412,18 +424,22 @@ def coverage(entry: Entry) -> Iterator[Witness]:
     ),
 )
 def leak(entry: Entry) -> Iterator[Witness]:
-    """No block is held for a request that has ended.
+    """No block is held for a request that has ended, or has given it up.
 
-    Violated at once when the engine removes a request without freeing its blocks, and after 15 minutes
-    when a connector keeps them: the pool lacks these blocks until a restart.
+    Violated at once when the engine removes a request without freeing its blocks, or has deferred their free
+    and no step is in flight any more, and after 15 minutes when a connector keeps them: the pool lacks these
+    blocks until a restart.
     """
     subject = entry.subject
     assert isinstance(subject, Leak)
     when = f"ended {subject.seconds} seconds ago" if subject.seconds else "has ended"
-    sentence = (
-        f"Request {subject.holder.request_id} {when} and still holds {len(subject.blocks)} blocks, which the "
-        "pool lacks until a restart."
-    )
+    name, blocks = subject.holder.request_id, len(subject.blocks)
+    sentence = f"Request {name} {when} and still holds {blocks} blocks, which the pool lacks until a restart."
+    if subject.holder.kind == DEFERRED:
+        sentence = (
+            f"Request {name} gave up {blocks} blocks. No step is in flight that may write to them, but they "
+            "are not free: the pool lacks them until a restart."
+        )
     yield Witness(_plain(sentence), subject.story, blocks=subject.blocks, seconds=subject.seconds)
 
 

@@ -261,8 +261,8 @@ def failed_block_kept(entry: Entry) -> Iterator[Witness]:
     """After a failed load the engine keeps no token at or above the first block that failed.
 
     The blocks are those that the engine was told to have failed, in the order of the request's own promise.
-    Violated when the engine's count is above the first of them: the request then reads KV that was not
-    loaded.
+    Violated when the engine's count is above the first of them, or is unchanged though the whole load failed:
+    the request then reads KV that was not loaded.
     """
     subject = entry.subject
     assert isinstance(subject, FailedBlocksKept)

@@ -1,10 +1,10 @@
-"""Checks of requests as a whole: that each of them, and the engine with them, makes progress."""
+"""Checks of requests as a whole: each is queued once and makes progress, and the engine with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.entries import Entry, Livelocked, Stalled, StoodStill
+from ..ledger.entries import Entry, Livelocked, Misqueued, Stalled, StoodStill
 from .registry import VLLM_39734, VLLM_49674, Witness, invariant
 
 
@@ -42,6 +42,39 @@ def stalled(entry: Entry) -> Iterator[Witness]:
 
 
 @invariant(
+    "requests/queued-once",
+    on=(Misqueued,),
+    message="Request {request} is open and in none of the scheduler's queues, so no step will schedule it.",
+    near_misses=(
+        "a request that waits for a load, a grammar or a client's next chunk: it is queued meanwhile",
+        "an ended request whose blocks a connector keeps: it is in no queue",
+    ),
+)
+def queued_once(entry: Entry) -> Iterator[Witness]:
+    """An open request is in exactly one of the scheduler's queues, and an ended one is in none.
+
+    Violated when the queues of running and of waiting requests together have more or fewer places than there
+    are open requests. A request in no queue is never scheduled again; one that is in two, or that has ended,
+    is scheduled where nobody expects it, which mostly ends the engine.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Misqueued)
+    if subject.open and subject.places:
+        yield Witness(
+            "Request {request} is in {places} places of the scheduler's queues.", places=subject.places
+        )
+    elif subject.open:
+        yield Witness(places=0)
+    else:
+        noun = "place" if subject.places == 1 else "places"
+        yield Witness(
+            f"Request {{ended}} has ended and is still in the scheduler's queues, at {{places}} {noun}.",
+            ended=subject.request_id,
+            places=subject.places,
+        )
+
+
+@invariant(
     "requests/standstill",
     on=(StoodStill,),
     message="{calls} calls of schedule() in a row scheduled nothing, in {seconds} seconds, though {ready} "
@@ -51,7 +84,7 @@ def stalled(entry: Entry) -> Iterator[Witness]:
         "an engine that is paused",
         "requests that wait for a load, a grammar or a client's next chunk",
         "a step in flight: the next one waits for its output",
-        "a connector that keeps blocks or has no answer yet, for ten minutes",
+        "a request that waits for a connector that keeps blocks or has no answer yet, for ten minutes",
     ),
 )
 def standstill(entry: Entry) -> Iterator[Witness]:
@@ -59,7 +92,8 @@ def standstill(entry: Entry) -> Iterator[Witness]:
 
     Violated when 1,024 calls of `schedule()` in a row schedule nothing, though no step is in flight and a
     request could run. Such an engine answers nobody any more, for example because the prompt at the head of
-    its queue is larger than its pool. With a connector it is found after ten minutes.
+    its queue is larger than its pool. If there is a connector and no request runs, it is found after ten
+    minutes.
     """
     subject = entry.subject
     assert isinstance(subject, StoodStill)

@@ -94,6 +94,8 @@ class Admissions:
     def schedule_begins(self, *_: Any, **__: Any) -> None:
         """``schedule`` is called: a new step begins, without attempts so far."""
         observer, scheduler = self._observer, self._scheduler
+        if observer.census_wanted():
+            observer.at_rest()
         observer.step += 1
         observer.in_step = True
         if self.attempts:

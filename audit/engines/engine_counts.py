@@ -13,6 +13,9 @@ from ..text import cut_id
 READY = frozenset(("WAITING", "RUNNING", "PREEMPTED"))
 """The names of the states in which a request waits for nothing but a step."""
 
+WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting")
+"""The queues in which requests wait; one release has only some of them."""
+
 
 class EngineCounts:
     """Reads the engine's counts of a request."""
@@ -43,6 +46,10 @@ class EngineCounts:
         state = getattr(scheduler, "_pause_state", None)
         is_paused = state is not None and state.name != "UNPAUSED"
         return is_paused or getattr(scheduler, "ec_connector", None) is not None
+
+    def waiting(self, scheduler: Any) -> list[Any]:
+        """The queues of waiting requests. An open request is in one of them, or runs."""
+        return [getattr(scheduler, name) for name in WAITING if hasattr(scheduler, name)]
 
     def transferred(self, request: Any) -> bool:
         """Whether a prefill engine hands the KV over; the connector clears this flag at allocation."""

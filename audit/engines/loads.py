@@ -39,12 +39,14 @@ class Loads:
     def load_failed(self, before: Any, result: set[str], reported: Any, *_: Any) -> None:
         """The scheduler has lowered the computed counts. Emits ``LoadFailed`` for each that changed.
 
-        ``reported``: block ids, or the ids of requests whose whole load failed.
+        ``reported``: block ids, or the ids of requests whose whole load failed. Each of these that waits for
+        its load and goes on has failed, whatever its count.
         """
         self.failed |= result
         for request_id, tokens in (before or {}).items():
             request = self._scheduler.requests[request_id]
-            if request.num_computed_tokens != tokens:
+            failed = request_id in reported and request_id not in result
+            if request.num_computed_tokens != tokens or (failed and self._counts.waits_for_load(request)):
                 self.emit_failed(request, tokens, reported)
 
     def emit_failed(self, request: Any, before_tokens: int, reported: Any) -> None:

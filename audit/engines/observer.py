@@ -92,6 +92,8 @@ class Observer:
         """``schedule`` or ``update_from_output`` runs, or an exception left it: the counts are in between."""
         self.idle_calls = 0
         """Calls of ``schedule`` since the last census that scheduled nothing, see :class:`Census`."""
+        self.misqueued = 0
+        """How many places more the queues had, at the last census, than there were open requests."""
         self._stopped = False
         """``stop`` has run."""
         self.on_stopped: Callable[[str], None] | None = None

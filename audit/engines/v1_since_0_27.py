@@ -8,6 +8,7 @@ those of ``vllm/v1/core/sched/scheduler.py``.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any, ClassVar, NamedTuple
 
 from .. import events as ev
@@ -63,6 +64,8 @@ class V1Observer(Observer):
         """Handles preemptions, sessions and the ends of requests."""
         self.steps = parts.steps(self, self.counts, self.reports, self.admissions, self.loads, self.lives)
         """Handles arrivals, scheduled steps and outputs."""
+        self.waiting = self.counts.waiting(scheduler)
+        """The scheduler's queues of waiting requests."""
 
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped."""
@@ -141,9 +144,9 @@ class V1Observer(Observer):
         scheduler, ids, counts = self.scheduler, self.log.ids, self.counts
         rows: list[int] = []
         for request in scheduler.running:
-            _, in_flight, placeholders = counts.of(request)
-            rows += (ids[request.request_id], request.num_computed_tokens)
-            rows += (in_flight, placeholders, request.num_tokens)
+            number = ids.get(request.request_id)
+            if number is not None:  # else it has ended
+                rows += (number, request.num_computed_tokens, *counts.of(request)[1:], request.num_tokens)
         waiting_rows = self._waiting_rows(set(rows[::5]))
         if self.connector is not None:
             for request in scheduler.running:
@@ -156,9 +159,24 @@ class V1Observer(Observer):
         blocks, timed = pool.num_gpu_blocks, self.hook_time()
         idle, self.idle_calls = self.idle_calls, 0
         ready = sum(map(counts.ready, scheduler.requests.values())) if idle else -1
+        queued = self._misqueued()
         self.log.emit(
-            ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, idle, ready)
+            ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, idle, ready, queued)
         )
+
+    def _misqueued(self) -> dict[str, int]:
+        """The places of each request that is not queued as it should be, if the queues' lengths show any."""
+        ids, running, waiting = self.log.ids, self.scheduler.running, self.waiting
+        self.misqueued = len(running) + sum(map(len, waiting)) - len(ids)
+        if not self.misqueued:
+            return {}
+        places = Counter(request.request_id for queue in (running, *waiting) for request in queue)
+        return {cut_id(name): places[name] for name in ids.keys() | places if places[name] != (name in ids)}
+
+    def census_wanted(self) -> bool:
+        """Whether the queues have come to differ from the open requests, or differ otherwise than before."""
+        places = len(self.scheduler.running) + sum(map(len, self.waiting))
+        return places - len(self.log.ids) != self.misqueued and not self.in_step
 
     def computed_tokens(self, request: Any) -> int:
         return self.counts.computed(request)

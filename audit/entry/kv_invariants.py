@@ -88,7 +88,7 @@ def coverage(scheduler: Any) -> Iterator[str]:
 
 
 def no_leak(scheduler: Any) -> Iterator[str]:
-    """blocks/leak: No block is held for a request that has ended."""
+    """blocks/leak: No block is held for a request that has ended, or has given it up."""
     for request_id, _, blocks in _tables(scheduler):
         request = scheduler.requests.get(request_id)
         if request is None or (request.is_finished() and scheduler.connector is None):
@@ -125,8 +125,8 @@ def in_flight(scheduler: Any) -> Iterator[str]:
 
 
 def queues(scheduler: Any) -> Iterator[str]:
-    """requests/stalled: A request that runs is scheduled again, and a request that waits is not overtaken
-    for ever.
+    """requests/queued-once: An open request is in exactly one of the scheduler's queues, and an ended one
+    is in none.
     """
     places = Counter(request.request_id for request in scheduler.running)
     for queue in QUEUES:

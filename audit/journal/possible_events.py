@@ -68,6 +68,8 @@ def _delivered_whole(event: ev.DeliveredWhole) -> str:
 def _census(event: ev.Census) -> str:
     if len(event.rows) % 5 or len(event.waiting_rows) % 5:
         return "rows does not hold five numbers for each request"
+    if event.misqueued and min(event.misqueued.values()) < 0:
+        return "a request has a negative number of places"
     return _too_large("rows", event.rows) or _too_large("waiting_rows", event.waiting_rows)
 
 

@@ -12,7 +12,7 @@ from .accounts import account_of, begin_life, close_unseen, enter, enter_reporte
 from .ledger_state import LedgerState
 from .load_postings import enter_overdue
 from .progress import enter_no_progress
-from .stalls import enter_stalled
+from .stalls import enter_misqueued, enter_stalled
 from .unchanged_steps import activate_all, catch_up
 
 NAME_LENGTH = 80
@@ -93,6 +93,7 @@ def _census(state: LedgerState, event: ev.Census) -> None:
                 if account.steady_scheduled >= 0:
                     catch_up(state, account)
                 enter_reported(state, account, "census", *rows[i + 1 : i + 5])
+    enter_misqueued(state, event.misqueued)
     enter_overdue(state)
     enter_stalled(state)
     enter_no_progress(state, event)

@@ -100,6 +100,14 @@ class Stalled(NamedTuple):
     runs: bool
 
 
+class Misqueued(NamedTuple):
+    """A request that is ``open`` and not in exactly one of the scheduler's queues, or ended and in some."""
+
+    request_id: str
+    places: int
+    open: bool
+
+
 class StoodStill(NamedTuple):
     """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests."""
 
@@ -359,6 +367,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | FailedBlocksKept
         | Stalled
         | StoodStill
+        | Misqueued
         | Livelocked
         | Unpromised
         | Unsaved

@@ -82,7 +82,9 @@ class Ledger(LedgerState):
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            subjects = self.blocks.after(event, open_accounts(self), self.posted_step, self.scheduled)
+            subjects = self.blocks.after(
+                event, open_accounts(self), self.posted_step, self.scheduled, self.is_in_flight
+            )
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
@@ -94,6 +96,11 @@ class Ledger(LedgerState):
         if row is None:
             return (1, 0) if request in self.steady else None
         return row[1], row[2]
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step may be in flight."""
+        return bool(self.undelivered or self.skip_deliveries or not self.steps_in_flight_known)
 
     # --- questions ------------------------------------------------------------------------------
 

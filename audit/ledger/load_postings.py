@@ -84,7 +84,9 @@ def _compare_failed_blocks(state: LedgerState, account: Account, life: Life, eve
     promise = state.transfers.promises.get(event.request)
     if promise is None or promise.life is not life:
         return
-    failed = [block for block in promise.blocks if block in (event.failed_blocks or ())]
+    whole = event.failed_blocks is None and event.computed_tokens == event.before_tokens
+    unfilled = promise.blocks if whole else event.failed_blocks or ()
+    failed = [block for block in promise.blocks if block in unfilled]
     if failed and promise.position(failed[0]) < event.computed_tokens:
         start = promise.position(failed[0])
         subject = FailedBlocksKept(start, event.computed_tokens, failed)

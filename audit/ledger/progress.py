@@ -30,7 +30,8 @@ def enter_no_progress(state: LedgerState, event: ev.Census) -> None:
 def _enter_stood_still(state: LedgerState, event: ev.Census) -> None:
     """An engine whose calls of ``schedule`` schedule nothing, though requests wait for nothing else.
 
-    A connector may free blocks at any time, or be asked for a match again, so there it takes ten minutes.
+    A connector may free blocks at any time, or be asked for a match again, so there it takes ten minutes. A
+    request that runs needs neither.
     """
     steps, since, calls = state.stood_still
     if state.scheduled_steps != steps or event.ready_requests < 1 or not state.living:
@@ -39,8 +40,11 @@ def _enter_stood_still(state: LedgerState, event: ev.Census) -> None:
     calls += event.idle_calls
     state.stood_still = steps, since, calls
     seconds = (event.at - since) // 1_000_000
-    if calls >= IDLE_CALLS and (seconds >= STALLED_SECONDS or not _may_be_freed(state)):
-        first = min(state.living.values(), key=lambda account: (account.priority, account.added_at))
+    if calls >= IDLE_CALLS and (seconds >= STALLED_SECONDS or event.rows or not _may_be_freed(state)):
+        running = [state.living[row] for row in event.rows[::5] if row in state.living]
+        first = min(
+            running or state.living.values(), key=lambda account: (account.priority, account.added_at)
+        )
         _enter(state, StoodStill(calls, seconds, event.ready_requests), first)
 
 

@@ -1,4 +1,4 @@
-"""Requests that no step schedules although others run, found at each census.
+"""Requests that no step schedules although others run, and misqueued requests, found at each census.
 
 Nothing is noted in a step. A census looks at the requests that the last step did not schedule, and remembers
 since when each of them has not run.
@@ -7,7 +7,7 @@ since when each of them has not run.
 from __future__ import annotations
 
 from .account import Account
-from .entries import Entry, Stalled
+from .entries import Entry, Misqueued, Stalled
 from .ledger_state import LedgerState
 
 STALLED_STEPS = 4_096
@@ -43,6 +43,18 @@ def enter_stalled(state: LedgerState) -> None:
         subject = Stalled(steps, seconds, runs)
         state.entries.append(Entry(state.number, state.step, state.at, subject, account))
     state.idle = idle
+
+
+def enter_misqueued(state: LedgerState, places: dict[str, int]) -> None:
+    """Make entries of the requests that are not in as many queues as they should be."""
+    if not places:
+        return
+    living = {account.request_id: account for account in state.living.values()}
+    for request_id, count in places.items():
+        account = living.get(request_id)
+        if count != (account is not None):
+            subject = Misqueued(request_id, count, account is not None)
+            state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
 def _waits_for_load(account: Account) -> bool:

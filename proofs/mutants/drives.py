@@ -35,6 +35,8 @@ class Seen:
     """The exception that ended it."""
     findings: dict[Found, str] = field(default_factory=dict)
     """The violations, each with its sentence."""
+    doubts: list[str] = field(default_factory=list)
+    """Why the verdict can't be clean, besides violations."""
     figures: str = ""
     """The accounts as text, to see whether a mutant changed anything."""
 
@@ -73,7 +75,8 @@ def drives() -> dict[str, Callable[[Any], Any]]:
     from tests.scenarios.corpus import runnable
     from tests.scenarios.driving import start
 
-    start(connector="scripted")  # imports vLLM, which takes longer than a drive may
+    start(connector="scripted")  # imports vLLM, and has it read a drafter: both take longer than a drive may
+    start(drafts=2, drafter="eagle")
 
     def history(seed: int, attach: Any) -> None:
         played = play(draw(seed), attach)
@@ -117,6 +120,7 @@ def observed(drive: Callable[[Any], Any], level: str) -> Seen:
     for found in auditor.violations:
         if found.severity == "violation":
             seen.findings.setdefault((found.id, found.request), found.message)
+    seen.doubts = auditor.doubts
     seen.figures = repr([_figures(account.freeze()) for account in auditor.ledger.accounts()])
     return seen
 

@@ -33,6 +33,8 @@ class Judgement:
     """By level: how many drives have such findings, ENOUGH at most."""
     raised: list[tuple[str, str]] = field(default_factory=list)
     """Drive and exception of the engine, where the drive without the mutant has none."""
+    doubted: int = 0
+    """How many of the drives at level `tokens` have a verdict that is unknown, and not without the mutant."""
     differing: int = 0
     """How many of the drives at level `tokens` have other figures than without the mutant."""
     clean_without: bool = True
@@ -66,6 +68,7 @@ def _judge_level(judgement: Judgement, level: str) -> None:
         new += [(name, id, seen.findings[id, request]) for id, request in more]
         judgement.drives[level] += bool(more)
         judgement.clean_without &= not (more and sound.findings)
+        judgement.doubted += level == "tokens" and bool(seen.doubts and not sound.doubts)
         judgement.differing += level == "tokens" and seen.figures != sound.figures
         if seen.raised and not sound.raised and len(judgement.raised) < ENOUGH:
             judgement.raised.append((name, seen.raised))

@@ -27,6 +27,7 @@ PLACES = {
     "SingleTypeKVCacheManager": f"{CORE}.single_type_kv_cache_manager",
     "FullAttentionManager": f"{CORE}.single_type_kv_cache_manager",
     "SlidingWindowManager": f"{CORE}.single_type_kv_cache_manager",
+    "MambaManager": f"{CORE}.single_type_kv_cache_manager",
     "HybridKVCacheCoordinator": f"{CORE}.kv_cache_coordinator",
     "KVCacheCoordinator": f"{CORE}.kv_cache_coordinator",
     "Request": "vllm.v1.request",

@@ -47,7 +47,8 @@ MUTANTS = (
     M("preempt-the-first", "starvation", "the oldest running request is preempted, not the youngest",
       SCHEDULE, "preempted_req = self.running.pop()", "preempted_req = self.running.pop(0)"),
     M("resume-beside-stale", "preemption", "a request resumes while its old output is in flight",
-      SCHEDULE, "if request.num_stale_output_tokens and not", "if False and not"),
+      SCHEDULE, "if request.num_stale_output_tokens and not", "if False and not",
+      why="the engine drops the old output by its own count of stale tokens, so every figure stays right"),
     # --- abort and end
     M("abort-leaks", "leak", "an aborted request's blocks are not freed",
       FREE, "if not delay_free_blocks:",
@@ -87,7 +88,8 @@ MUTANTS = (
       "if fence > self.processed_step_seq + 1:"),
     # --- reset
     M("reset-keeps-output", "reset", "output in flight at a reset is delivered",
-      "Scheduler.reset_prefix_cache", "drop_stale_output=True", "drop_stale_output=False"),
+      "Scheduler.reset_prefix_cache", "drop_stale_output=True", "drop_stale_output=False",
+      why="a release may deliver or drop this output; the events say which, and kvledger counts by it"),
     M("reset-spares-one", "reset", "a reset leaves one request running",
       "Scheduler.reset_prefix_cache", "while self.running:", "while len(self.running) > 1:"),
     # --- computed tokens
@@ -135,9 +137,11 @@ MUTANTS = (
       "and request.num_computed_tokens + 3 - request.num_output_placeholders"),
     M("one-place-less", "off by one", "one request less than allowed runs",
       SCHEDULE, "if num_running >= self.max_num_active_reqs:",
-      "if num_running >= self.max_num_active_reqs - 1:"),
+      "if num_running >= self.max_num_active_reqs - 1:",
+      why="a limit of the scheduler: requests wait longer, and every figure is right"),
     M("admits-after-preempting", "starvation", "a step that preempted also admits",
-      SCHEDULE, "if not preempted_reqs and self._pause", "if self._pause"),
+      SCHEDULE, "if not preempted_reqs and self._pause", "if self._pause",
+      why="an order of admission; every figure is right"),
     M("budget-one-more", "off by one", "the budget of a step is one token too large",
       SCHEDULE, "token_budget = self.max_num_scheduled_tokens",
       "token_budget = self.max_num_scheduled_tokens + 1"),
@@ -152,5 +156,6 @@ MUTANTS = (
     M("session-drops-no-output", "sessions", "output in flight at the end of a chunk is delivered",
       STOPPED, "request.num_stale_output_tokens = request.num_in_flight_tokens", "pass"),
     M("session-counts-twice", "double count", "a session that waits for input is counted twice",
-      STOPPED, "self.num_waiting_for_streaming_input += 1", "self.num_waiting_for_streaming_input += 2"),
+      STOPPED, "self.num_waiting_for_streaming_input += 1", "self.num_waiting_for_streaming_input += 2",
+      why="a count of the scheduler that only delays admissions; every figure is right"),
 )  # fmt: skip

@@ -70,6 +70,11 @@ def _totals(pairs: Sequence[Pair]) -> list[str]:
         f"kvledger finds {len(either)} of {len(pairs)}. Without the mutant, the drives shown have no ",
     ]
     lines[-1] += f"violation at all for {without} of these; the others have a known fault of the release too."
+    unsure = sum(bool(each.doubted) for _, each in pairs if not caught(each, *LEVELS))
+    lines += [
+        "",
+        f"Of the mutants not found, {unsure} make the engine raise, so that the verdict is *unknown*.",
+    ]
     return [*lines, ""]
 
 
@@ -139,6 +144,8 @@ def _why(mutant: Mutant, judgement: Judgement) -> str:
         return mutant.why or judgement.error
     if not judgement.differing and not judgement.raised:
         return "no drive shows a difference: it is not reached, or the engine does the same"
+    if judgement.raised and judgement.doubted:
+        return "the engine raises before an event shows it; the verdict is unknown, and says so"
     if not judgement.differing:
         return "the engine ends the drive, and no figure is wrong before"
     return "the checks are blind to it"

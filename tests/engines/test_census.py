@@ -94,8 +94,10 @@ def test_the_count_of_a_waiting_request_is_compared(asynchronous: bool) -> None:
             driver.step()
         return driver
 
-    violation = of(observe(scenario)[1], "tokens/balance")
+    auditor = audited(observe(scenario)[1])
+    violation = next(found for found in auditor.violations if found.id == "tokens/balance")
 
+    assert {("tokens/balance", "a"), ("requests/queued-once", "a")} == findings(auditor)
     assert ("a", 16, 0) == (
         violation.request,
         violation.figures["computed_tokens"],

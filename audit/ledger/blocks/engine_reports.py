@@ -13,7 +13,7 @@ from ... import events as ev
 from ... import pool_calls
 from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 from .holdings import Holdings
-from .records import TABLE, UNKNOWN, Block, Pool, Window
+from .records import TABLE, UNKNOWN, Block, Holder, Pool, Window
 
 LEAK_SECONDS = 900.0
 """How long a connector may keep the blocks of an ended request."""
@@ -183,6 +183,17 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
         holder = next(h for h in holders if h.kind == TABLE and h.request == request)
         blocks = sorted(block for _, block in held)
         holdings.report(Leak(holder, blocks, seconds, holdings.story(pool, block)), request)
+
+
+def report_unfreed(holdings: Holdings) -> None:
+    """No step is in flight: report the blocks whose free is still deferred."""
+    deferred, holdings.deferred = holdings.deferred, {}
+    unfreed: dict[Holder, list[tuple[int, int]]] = {}
+    for place, holder in deferred.items():
+        unfreed.setdefault(holder, []).append(place)
+    for holder, places in unfreed.items():
+        blocks = sorted(block for _, block in places)
+        holdings.report(Leak(holder, blocks, 0, holdings.story(*places[0])), holder.request)
 
 
 ENGINE_REPORTS: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {

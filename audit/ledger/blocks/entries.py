@@ -67,8 +67,9 @@ class CachedContent(NamedTuple):
     """A block is cached for the positions [start, end), and some of these have no KV.
 
     ``why``: ``sequence`` (the request has only ``limit`` tokens), ``pending`` (an asynchronous load has
-    not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up) or
-    ``unfilled`` (the request's life ended when it had computed ``limit`` tokens).
+    not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up),
+    ``unfilled`` (the request's life ended when it had computed ``limit`` tokens) or ``hashed_otherwise`` (the
+    hash is that of a block for positions up to ``limit``).
     """
 
     why: str

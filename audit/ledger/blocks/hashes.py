@@ -13,7 +13,7 @@ from ..statements import RemovedRange
 from .entries import CachedContent
 from .holdings import Holdings
 from .isolation import isolation_below
-from .provenance import PENDING, SEQUENCE, placed
+from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
 from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
 
 
@@ -32,15 +32,21 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             done = holdings.operation(event, "cached", "cache_blocks", request, group)
             operation = replace(done, what=f"cached {hash_text(hash_id)} up to {end}")
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
-            if end > sequence_tokens >= 0:
-                story = holdings.story(event.pool, block)
-                whose = holdings.holder(TABLE, request, group).request_id
-                record = pool.records[block]
-                record.wrong_from = sequence_tokens
-                beyond = CachedContent(
-                    SEQUENCE, whose, event.pool, block, record.begin, end, sequence_tokens, story
-                )
-                holdings.report(beyond, request)
+            covered = pool.ends.setdefault(hash_id, end)
+            if covered != end:
+                _wrong(holdings, event.pool, block, request, group, HASHED_OTHERWISE, end, covered)
+            elif end > sequence_tokens >= 0:
+                _wrong(holdings, event.pool, block, request, group, SEQUENCE, end, sequence_tokens)
+                pool.records[block].wrong_from = sequence_tokens
+
+
+def _wrong(
+    holdings: Holdings, pool: int, block: int, request: int, group: int, why: str, end: int, limit: int
+) -> None:
+    """Report a block that is cached for positions up to ``end`` and lacks them."""
+    whose = holdings.holder(TABLE, request, group).request_id
+    begin, story = holdings.pools[pool].records[block].begin, holdings.story(pool, block)
+    holdings.report(CachedContent(why, whose, pool, block, begin, end, limit, story), request)
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -128,6 +134,7 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
         holdings.drop_hashes(pool, record, event.step, RESET)
         record.has_hash = 0
     pool.hashes.clear()
+    pool.ends.clear()
     pool.has_hash, pool.hashes_known = 0, True
 
 

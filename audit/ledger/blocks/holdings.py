@@ -14,7 +14,19 @@ from ..account import Account
 from ..statements import RemovedRange
 from .demand import BlockDemand
 from .entries import BlockFinding, Collision, Subject
-from .records import PIN, TABLE, UNKNOWN, Block, Freed, Holder, LifeLacks, Operation, Pool, hash_text
+from .records import (
+    DEFERRED,
+    PIN,
+    TABLE,
+    UNKNOWN,
+    Block,
+    Freed,
+    Holder,
+    LifeLacks,
+    Operation,
+    Pool,
+    hash_text,
+)
 
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""
@@ -41,6 +53,8 @@ class Holdings:
         """By request: how often its tables hold each (pool, block)."""
         self.ending: dict[int, int] = {}
         """Ended requests whose tables may still exist, with the time of their end."""
+        self.deferred: dict[tuple[int, int], Holder] = {}
+        """Blocks (pool, block) whose free is deferred, with the holder that gave them up."""
         self.lives: dict[int, LifeLacks] = {}
         """By request: the blocks that its present life fills."""
         self.unread: dict[tuple[int, int, int], int] = {}
@@ -83,6 +97,7 @@ class Holdings:
         self.pools.clear()
         self.held.clear()
         self.ending.clear()
+        self.deferred.clear()
         self.newly_cached.clear()
         self.lives.clear()
         self.unread.clear()
@@ -107,6 +122,8 @@ class Holdings:
     def add_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Add a reference to a block."""
         record.holders.append(holder)
+        if holder.kind == DEFERRED:
+            self.deferred[pool, block] = holder
         if holder.kind == TABLE and holder.request >= 0:
             held = self.held.setdefault(holder.request, {})
             held[pool, block] = held.get((pool, block), 0) + 1
@@ -114,6 +131,8 @@ class Holdings:
     def remove_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Take a reference from a block."""
         record.holders.remove(holder)
+        if holder.kind == DEFERRED:
+            self.deferred.pop((pool, block), None)
         if holder.kind == TABLE and holder.request >= 0:
             held = self.held.get(holder.request)
             if held is not None and (pool, block) in held:
@@ -129,6 +148,7 @@ class Holdings:
             pool.hashes[hash_id] -= 1
             if not pool.hashes[hash_id]:
                 del pool.hashes[hash_id]
+                pool.ends.pop(hash_id, None)
                 pool.removed.pop(hash_id, None)
                 if how:
                     pool.removed[hash_id] = (step, UNKNOWN, how)

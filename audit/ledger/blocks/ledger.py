@@ -16,7 +16,7 @@ from ... import events as ev
 from ..account import Account
 from ..life import Life
 from . import hashes, provenance, reads, store, windows
-from .engine_reports import ENGINE_REPORTS
+from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
 from .holdings import Accounts, Holdings, Scheduled
 from .operations import OPERATIONS
@@ -62,11 +62,12 @@ class BlockLedger(Holdings):
         return self.findings
 
     def after(
-        self, event: ev.Event, accounts: Accounts, step: int, scheduled: Scheduled
+        self, event: ev.Event, accounts: Accounts, step: int, scheduled: Scheduled, in_flight: bool
     ) -> list[BlockFinding]:
         """Called after any other event is posted; return the subjects about blocks that follow from it.
 
-        ``step``: the last step that was posted. ``scheduled``: what it scheduled of a request.
+        ``step``: the last step that was posted. ``scheduled``: what it scheduled of a request. ``in_flight``:
+        whether a step may be in flight.
         """
         self.findings = []
         self.accounts = accounts
@@ -74,6 +75,8 @@ class BlockLedger(Holdings):
             hashes.check_pending(self)
         if type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
+        if self.deferred and type(event) is ev.Census and not in_flight:
+            report_unfreed(self)
         if self.store_keys:
             store.after(self, event)
         self.invalid_hits = []

@@ -161,10 +161,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    deferred, done = (
-        holdings.actor(DEFERRED, event.request, event.group),
-        holdings.call_operation(event, "deferred"),
-    )
+    done = holdings.call_operation(event, "deferred")
     for block in event.blocks:
         if block == pool.null_block:
             continue
@@ -172,6 +169,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
         remember(record, done)
         for held in [h for h in record.holders if h.kind == TABLE and h.request == event.request][:1]:
             holdings.remove_holder(event.pool, block, record, held)
+            deferred = Holder(DEFERRED, held.request, held.request_id, held.life, event.group)
             holdings.add_holder(event.pool, block, record, deferred)
 
 

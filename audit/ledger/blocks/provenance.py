@@ -26,6 +26,9 @@ TAINTED, LEFT = "tainted", "left"
 failed; nothing computed them; they were computed from KV that was not valid; their block left the table.
 See also :data:`USED_UNLOADED`."""
 
+HASHED_OTHERWISE = "hashed_otherwise"
+"""Why a cached block has the wrong KV: its hash is that of a block for other positions."""
+
 USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)
 """Causes of lost external tokens that the engine does not know of, so that it uses the tokens."""
 

@@ -163,6 +163,8 @@ class Pool(msgspec.Struct):
     """Groups in which a hit needs every block below it."""
     windows: dict[int, Window] = {}
     """By group: what a token reads; a group that is absent has no window, or it is not known."""
+    ends: dict[int, int] = {}
+    """By hash id: the end of the positions that the hash covers."""
     removed: dict[int, tuple[int, int, str]] = {}
     """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
     records: dict[int, Block] = {}

@@ -100,7 +100,7 @@ def test_a_request_twice_in_the_running_list_is_no_double_allocation(watched):
     driver = running(watched, "a")
     driver.scheduler.running *= 2
 
-    assert [] == watched.violation_ids()
+    assert ["requests/queued-once"] == watched.violation_ids()
 
 
 # --- blocks/double-free ---------------------------------------------------------------------------
@@ -313,6 +313,34 @@ def failed_load_in_chunks(watched: Any) -> Any:
 
 
 @violates("blocks/hash-content")
+def test_a_block_cached_under_the_hash_of_the_block_before_is_found(watched):
+    driver = watched.start()
+    cache = driver.scheduler.kv_cache_manager.block_pool.cache_full_blocks
+
+    def under_the_hash_before(request: Any, *args: Any, **kwargs: Any) -> None:
+        request.block_hashes[2] = request.block_hashes[1]
+        cache(request, *args, **kwargs)
+
+    driver.scheduler.kv_cache_manager.block_pool.cache_full_blocks = under_the_hash_before
+    driver.add("a", 80, 4)
+    driver.run()
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "of request a, under a hash that a block has for positions up to" in finding.message
+
+
+@near_miss("blocks/hash-content")
+def test_equal_blocks_of_two_requests_have_one_hash(watched):
+    driver = watched.start()
+    driver.add("a", 80, 4)
+    driver.add("b", 80, 4, shares=("a", 80))
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+@violates("blocks/hash-content")
 def test_an_abort_between_two_recomputed_chunks_leaves_the_other_blocks_without_kv(watched):
     driver = failed_load_in_chunks(watched)
     driver.abort("r")
@@ -435,6 +463,27 @@ def test_a_block_missing_from_its_table_leaks_when_the_request_ends(watched):
 
     assert [lost.block_id] == finding.figures["blocks"]
     assert "Request a has ended and still holds 1 blocks" in finding.message
+
+
+@violates("blocks/leak")
+def test_a_deferred_free_that_never_comes_leaks(watched):
+    driver = running(watched, "a")
+    manager = driver.scheduler.kv_cache_manager
+    manager.free = manager.pop_blocks_for_free
+    driver.preempt("a")
+
+    finding = watched.finding("blocks/leak")
+
+    assert "Request a gave up" in finding.message
+    assert "they are not free: the pool lacks them until a restart" in finding.message
+
+
+@near_miss("blocks/leak")
+@pytest.mark.parametrize("scenario", ["abort_everywhere_async", "abort_before_output_async"])
+def test_a_deferred_free_that_comes_with_the_steps_in_flight_is_no_leak(watched, scenario):
+    SCENARIOS[scenario](watched.attach)
+
+    assert [] == [id for id in watched.violation_ids() if id == "blocks/leak"]
 
 
 @near_miss("blocks/leak")

@@ -16,6 +16,7 @@ from tests.audit.checks.false_reports import (
 )
 from tests.engines.observed import observe
 from tests.histories import events
+from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Attach, start
 
 from kvledger.audit.events import (
@@ -337,6 +338,23 @@ def test_a_count_above_the_first_failed_block_is_found_at_level_tokens(kept: int
     found = next(v for v in auditor.violations if v.id == "connector/failed-block-kept")
 
     assert ("r", 64, tokens) == (found.request, found.figures["start"], found.figures["tokens"])
+
+
+@violates("connector/failed-block-kept")
+def test_a_count_kept_after_a_load_that_failed_whole_is_found():
+    _, stream = observe(SCENARIOS["load_failure_as_a_whole_sync"])
+    auditor = audited(altered(stream, LoadFailed, computed_tokens=160))
+
+    found = next(v for v in auditor.violations if v.id == "connector/failed-block-kept")
+
+    assert (0, 160) == (found.figures["start"], found.figures["tokens"])
+
+
+@near_miss("connector/failed-block-kept")
+def test_a_load_that_failed_whole_keeps_no_token():
+    _, stream = observe(SCENARIOS["load_failure_as_a_whole_sync"])
+
+    assert [] == [v for v in audited(stream).violations if v.severity == "violation"]
 
 
 @near_miss("connector/failed-block-kept")

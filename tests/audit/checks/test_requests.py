@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.audit.checks.false_reports import audited, violation_ids
 
@@ -12,6 +13,7 @@ from kvledger.audit.events import (
     Delivered,
     Event,
     Extended,
+    Finished,
     LookedUp,
     Preempted,
     Repeated,
@@ -167,6 +169,54 @@ def test_a_request_that_waits_for_a_load_is_not_stalled():
     ]
 
 
+# --- requests/queued-once -------------------------------------------------------------------------
+
+
+def queued(**places: int) -> Census:
+    return Census(10, 9, [], 0, 1, 1, misqueued=places)
+
+
+TWO = [RequestAdded(10, 0, "a", 50), RequestAdded(10, 1, "b", 50)]
+ENDED = Finished(20, 1, "aborted", 0, 0, 0, 50, 0)
+
+
+@violates("requests/queued-once")
+@pytest.mark.parametrize(
+    ("stream", "request_id", "message"),
+    [
+        (
+            [*TWO, queued(b=0)],
+            "b",
+            "Request b is open and in none of the scheduler's queues, so no step will",
+        ),
+        ([*TWO, queued(b=2)], "b", "Request b is in 2 places of the scheduler's queues."),
+        (
+            [*TWO, ENDED, queued(b=1)],
+            None,
+            "Request b has ended and is still in the scheduler's queues, at 1 place.",
+        ),
+    ],
+    ids=["in none", "in two", "ended"],
+)
+def test_a_request_that_is_not_queued_as_it_should_be_is_found(
+    stream: list[Event], request_id: str | None, message: str
+):
+    (violation,) = audited(stream).violations
+
+    assert ("requests/queued-once", request_id) == (violation.id, violation.request)
+    assert violation.message.startswith(message)
+
+
+@near_miss("requests/queued-once")
+@pytest.mark.parametrize(
+    "stream",
+    [[*TWO, queued()], [*TWO, queued(a=1, b=1)], [*TWO, ENDED, queued(b=0)]],
+    ids=["all are queued once", "so it is said", "ended and in none"],
+)
+def test_a_request_that_is_queued_as_it_should_be_is_clean(stream: list[Event]):
+    assert [] == violation_ids(stream)
+
+
 # --- requests/standstill -------------------------------------------------------------------------
 
 
@@ -209,6 +259,14 @@ def test_a_step_in_between_is_progress():
     step = [*admitted(1), Stepped(20, 1, [1, 50, 0, 50], []), Delivered(20, [1, 1], [])]
 
     assert [] == violation_ids([*WAITING, idle(1, 8), idle(2, 1_000), *step, idle(3, 1_000)])
+
+
+@violates("requests/standstill")
+def test_a_running_request_waits_for_no_connector():
+    running = [0, 0, 0, 0, 500]
+    stream = [*WAITING, idle(1, 8), msgspec.structs.replace(idle(2, IDLE_CALLS), rows=running)]
+
+    assert ["requests/standstill"] == [found.id for found in audited(stream, connector="any").violations]
 
 
 @near_miss("requests/standstill")

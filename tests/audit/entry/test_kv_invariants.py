@@ -107,7 +107,7 @@ def lose_request(driver: Driver) -> None:
         (preempt_only_in_name, "tokens/reset-on-preemption"),
         (compute_too_much, "tokens/beyond-sequence"),
         (below_zero, "tokens/in-flight"),
-        (lose_request, "requests/stalled"),
+        (lose_request, "requests/queued-once"),
     ],
 )
 def test_a_broken_invariant_is_found(damage: Callable[[Driver], None], id: str) -> None:

@@ -57,6 +57,7 @@ IMPOSSIBLE = [
     (ev.Delivered(5, [1], []), "changed does not hold two numbers for each request"),
     (ev.DeliveredWhole(5, [1, 2], b"1"), "2 requests have 1 counts of sampled tokens"),
     (ev.Census(5, 1, [1, 2, 3], 0, 0, 0), "rows does not hold five numbers for each request"),
+    (ev.Census(5, 1, [], 0, 0, 0, misqueued={"r": -1}), "a request has a negative number of places"),
     (ev.PoolSeen(5, 1, 0, 9, 0, 8, 0, [0, 16]), "groups does not hold three numbers for each group"),
     (ev.PoolSeen(5, 1, 0, 9, 0, 8, 0, [0, 0, 2]), "a block of a group holds no token"),
     (ev.PoolSeen(5, 1, 0, -9, 0, 8, 0, []), "blocks is -9"),
