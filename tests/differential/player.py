@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential.random_histories import (
-    BLOCK,
     Abort,
     Add,
     Chunk,
@@ -232,7 +231,7 @@ class _Player:
 
     def blocks_of_load(self, name: str, ordered: Any) -> list[int]:
         """The blocks that a load of the request fills: one of ``ordered``, or else the last one."""
-        local = 0
+        local, size = 0, self.history.setup["block_size"]
         blocks: list[int] = []
         for call in self.driver.connector.script.calls:
             if isinstance(call, LookupCall) and call.request_id == name:
@@ -240,8 +239,8 @@ class _Player:
             if isinstance(call, ScriptedMetadata):
                 for load in call.loads:
                     if load.request_id == name and (not ordered or load in ordered):
-                        end = -(-(local + load.external_tokens) // BLOCK)
-                        blocks = list(load.block_ids[0][local // BLOCK : end])
+                        end = -(-(local + load.external_tokens) // size)
+                        blocks = list(load.block_ids[0][local // size : end])
         return blocks
 
     # The end.
