@@ -2,15 +2,14 @@
 
 Usage: .venv/bin/python scripts/differential.py HISTORIES [--first SEED] [RELEASE...]
 
-Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in .venv, and
-prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day two others, with
-histories of the day. Exits with 1 if a release shows a difference.
+Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in
+.venv, and prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day
+two others, with histories of the day. Exits with 1 if a release shows a difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import subprocess
 import sys
@@ -48,15 +47,17 @@ def run(name: str, histories: int, first: int) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("histories", type=int)
     parser.add_argument("--first", type=int, help="the first seed; otherwise from the clock")
     parser.add_argument("releases", nargs="*", default=[IN_VENV])
     options = parser.parse_args(arguments)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
+    today = time.gmtime()
     names, first = options.releases, options.first
     if names == ["turn"]:
-        names, first = turn(today.timetuple().tm_yday), first or today.toordinal() * 1_000
+        names, first = turn(today.tm_yday), first or (today.tm_year * 1_000 + today.tm_yday) * 1_000
     elif names == ["all"]:
         names = WITH_V1
     build(names)

@@ -228,7 +228,7 @@ def _subtract_stale_drafts(account: Account) -> None:
 
 
 def _compute_again(account: Account, end: int, rejected: int, cause: str) -> None:
-    """The next step begins ``rejected`` positions below ``end``, and lower by the drafts that are rejected."""
+    """The next step begins ``rejected`` positions below ``end``, or lower if drafts are rejected."""
     drafts = sum(each.drafts for each in account.in_flight if each.invalid_from < 0)
     account.losses.add(max(0, end - rejected - drafts), end, cause)
 

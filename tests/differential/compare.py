@@ -30,7 +30,12 @@ from kvledger.audit.events import LookupsCounted
 from kvledger.audit.faults.catalogue import catalogue
 from kvledger.audit.ledger.statements import AccountStatement
 
-LEVELS = ("tokens", "blocks")
+
+def levels() -> tuple[str, ...]:
+    """The levels at which this release is observed."""
+    return ("tokens",) if follows("unseen blocks") else ("tokens", "blocks")
+
+
 GIVEN_BY_HITS = ("settled", "hit_again", "loaded_again", "first_prompt", "rework")
 """Figures that depend on what a local hit gave a request."""
 
@@ -199,10 +204,10 @@ def expected(history: History) -> Expected:
     return Expected(history, recorded, oracle, Device(size).read(recorded), played.raised)
 
 
-def differences(history: History, levels: Sequence[str] = LEVELS) -> list[Difference]:
-    """Every difference between the ledger and the oracle in one history."""
+def differences(history: History, at: Sequence[str] = ()) -> list[Difference]:
+    """Every difference between the ledger and the oracle in one history, at all levels if none is given."""
     right = expected(history)
-    return [each for level in levels for each in right.differences(level)]
+    return [each for level in at or levels() for each in right.differences(level)]
 
 
 # --- shortening -----------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class Comparison:
 
     def add(self, history: History) -> None:
         right = expected(history)
-        found = [each for level in LEVELS for each in right.differences(level)]
+        found = [each for level in levels() for each in right.differences(level)]
         self.histories += 1
         self.went_wrong += right.device.went_wrong
         self.raised += bool(right.raised)

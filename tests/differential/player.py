@@ -43,14 +43,17 @@ class Played:
 
 
 def _setup(history: History) -> dict[str, Any]:
-    """The history's setup, with sliding windows where this release cannot replay the end of a hit."""
-    from vllm.v1 import kv_cache_interface
-
-    specification = getattr(kv_cache_interface, "SlidingWindowMLASpec", None)
-    if "bounded_replay" in getattr(specification, "__dataclass_fields__", ()):
-        return history.setup
-    groups = [kind.replace("replay", "sliding") for kind in history.setup.get("groups", ("full",))]
-    return {**history.setup, "groups": tuple(groups)}
+    """The history's setup, without what this release can't run."""
+    setup = {**history.setup}
+    if release.lacking(["async"]):
+        setup["asynchronous"] = False
+    if setup["asynchronous"] and release.lacking(["async drafts"]):
+        setup.pop("drafts", None)
+    if "connector" in setup and release.lacking(["hybrid connector"]):
+        setup.pop("groups", None)
+    if "groups" in setup and release.lacking(["replayed window"]):
+        setup["groups"] = tuple(kind.replace("replay", "sliding") for kind in setup["groups"])
+    return setup
 
 
 def play(history: History, attach: Callable[[Any], object] = id) -> Played:

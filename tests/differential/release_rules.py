@@ -1,12 +1,13 @@
 """What the oracle must know of a vLLM release.
 
-A rule says what releases do otherwise than 0.32, as their scheduler's source has it. Where a release is wrong there
-is no rule: its fault is a file of ``audit/faults/data``, which names the releases that have it.
+A rule says what releases do otherwise than 0.32, as their scheduler's source has it. Where a release is wrong
+there is no rule: its fault is a file of ``audit/faults/data``, which names the releases that have it.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 from kvledger.audit.faults.catalogue import catalogue
@@ -21,8 +22,9 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "large blocks": Rule((0, 12), "A block has at least 8 tokens."),
+    "large blocks": Rule((0, 12), "On CPUs a block has at least 16 tokens."),
     "attempts": Rule((0, 27), "A local lookup is counted when it is made, also if no admission follows."),
+    "unseen blocks": Rule((0, 10), "kvledger does not observe blocks."),
     "unread lookups": Rule((0, 16), "kvledger does not read the engine's statistics of lookups."),
     "uncounted waits": Rule(
         (0, 18), "A request that waits for its load has no computed tokens: the failure of any block counts."
@@ -32,8 +34,8 @@ RULES = {
     ),
     "runs": Rule(
         (0, 16),
-        "An external lookup is counted when its request begins to run, with the whole sequence and without the "
-        "blocks that failed to load.",
+        "An external lookup is counted when its request begins to run, with the whole sequence and without "
+        "the blocks that failed to load.",
         since=(0, 11),
     ),
 }
@@ -41,7 +43,7 @@ RULES = {
 
 def smallest_block() -> int:
     """The tokens of a block in random histories."""
-    return 8 if follows("large blocks") else 4
+    return 16 if follows("large blocks") else 4
 
 
 def follows(rule: str) -> bool:
@@ -54,6 +56,7 @@ def has(fault: str) -> bool:
     return catalogue()[fault].releases.state("vllm", ".".join(map(str, _release()))) != "free"
 
 
+@cache
 def _release() -> tuple[int, ...]:
     import vllm
 

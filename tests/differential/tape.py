@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.differential.release_rules import follows
+
 FINISHED = "FINISHED"
 """The statuses of ended requests begin with this word."""
 
@@ -241,6 +243,8 @@ class Tape:
         return {request.request_id: self._state(request) for request in requests}
 
     def _cached(self) -> Cached:
+        if follows("unseen blocks"):
+            return {}
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         keys = [
@@ -251,6 +255,8 @@ class Tape:
         }
 
     def _note_hashes(self) -> None:
+        if follows("unseen blocks"):
+            return
         size = self._scheduler.block_size
         for request in self._scheduler.requests.values():
             for number, block_hash in enumerate(request.block_hashes, 1):
@@ -264,7 +270,9 @@ class Tape:
         before = self._state(known) if known is not None else None
         result = call(request)
         request = known if known is not None else request
-        self.facts.append(Added(request.request_id, before, self._state(request), getattr(request, "resumable", False)))
+        self.facts.append(
+            Added(request.request_id, before, self._state(request), getattr(request, "resumable", False))
+        )
         return result
 
     def _of_finish_requests(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +369,7 @@ class Tape:
         finally:
             self._ended_by_output = False
         self._note_hashes()
-        transfers = getattr(answer, "kv_connector_output", None)
+        transfers = getattr(answer, "kv_connector_output", answer)  # 0.9 has its fields in the answer
         returned: dict[str, int] = {}
         ended: set[str] = set()
         for of_client in outputs.values():
