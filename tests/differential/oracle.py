@@ -161,6 +161,8 @@ class Oracle:
                     self._preempted(fact)
                 case tape.Scheduled():
                     self._scheduled(fact)
+                case tape.Arrived():
+                    self._arrived(fact)
                 case tape.Output():
                     self._output(fact)
                 case tape.Aborted():
@@ -246,8 +248,10 @@ class Oracle:
                 if state.prompt_tokens > before.prompt_tokens:
                     account.extend(state.computed, state.prompt_tokens)
             self._end(name, state)
-        # Like the engine: a request that this output ends does not take its load over.
-        self._received(fact)
+        if not follows("uncounted waits"):
+            # Like the engine: a request that this output ends does not take its load over.
+            for name in fact.received:
+                self._received(self.accounts[name])
 
     def _execute(self, account: OracleAccount, work: Work, sampled: int) -> None:
         life = work.life
@@ -301,14 +305,19 @@ class Oracle:
             computed = account.hits
         return before.blocks[: -(-computed // self.block_size)]
 
-    def _received(self, fact: tape.Output) -> None:
-        for name in fact.received:
-            life = self.accounts[name].life
-            if life is not None and life.pending and life.asynchronous:
-                account = self.accounts[name]
-                account.queue.append(Load(life, sorted(life.pending)))
-                life.pending = set()
-                account.catch_up()
+    def _arrived(self, fact: tape.Arrived) -> None:
+        account = self.accounts[fact.request_id]
+        if follows("uncounted waits"):
+            self._received(account)
+        if account.life is not None and fact.after > account.life.local + account.life.external:
+            account.faults.add("load-rounded-up")
+
+    def _received(self, account: OracleAccount) -> None:
+        life = account.life
+        if life is not None and life.pending and life.asynchronous:
+            account.queue.append(Load(life, sorted(life.pending)))
+            life.pending = set()
+            account.catch_up()
 
     def _end(self, name: str, after: State) -> None:
         account = self.accounts[name]

@@ -27,7 +27,9 @@ RULES = {
     "unseen blocks": Rule((0, 10), "kvledger does not observe blocks."),
     "unread lookups": Rule((0, 16), "kvledger does not read the engine's statistics of lookups."),
     "uncounted waits": Rule(
-        (0, 18), "A request that waits for its load has no computed tokens: the failure of any block counts."
+        (0, 18),
+        "A request that waits for its load has no computed tokens. The failure of any block counts, and the "
+        "load ends when the scheduler asks for it.",
     ),
     "first hits": Rule(
         (0, 19), "Of a running request the failure of a block counts within the hits of its first run."

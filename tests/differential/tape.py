@@ -211,6 +211,10 @@ class Tape:
         if scheduler.connector is not None:
             self._wrap(scheduler.connector, "get_num_new_matched_tokens", self._of_match)
 
+    def read_rest(self) -> None:
+        """Add the lookups that no output has reported: 0.9 reports them with tokens only."""
+        self.local_stats.add(self._scheduler.kv_cache_manager.make_prefix_cache_stats())
+
     def _wrap(self, owner: Any, name: str, record: Callable[..., Any]) -> None:
         call = getattr(owner, name)
 
@@ -300,7 +304,8 @@ class Tape:
     def _of_arrival(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         before = request.num_computed_tokens
         result = call(request, *args, **kwargs)
-        self.facts.append(Arrived(request.request_id, before, request.num_computed_tokens))
+        if result is not False:  # up to 0.17 the scheduler asks until the load has ended
+            self.facts.append(Arrived(request.request_id, before, request.num_computed_tokens))
         return result
 
     def _of_reset_prefix_cache(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
