@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("histories", type=int)
     parser.add_argument("--first", type=int, help="the first seed; otherwise from the clock")
     parser.add_argument("releases", nargs="*", default=[IN_VENV])
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     today = time.gmtime()
     names, first = options.releases, options.first
     if names == ["turn"]:
