@@ -235,6 +235,8 @@ class Oracle:
                     self._count_stale(account, work, fact, name)
             account.catch_up()
             if fact.returned.get(name, 0):
+                if account.life is not None and account.life is account.ran is not work.life:
+                    account.faults.add("resumed-before-its-output")
                 account.answer()
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
