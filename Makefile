@@ -50,10 +50,9 @@ proof: ## prove a claim with real engines; NAME=whatif, ARGS are passed on; with
 	$(READY) test
 	@$(BIN)/python -m proofs $(NAME) $(ARGS)
 
-differential: ## compare the ledger with a position-by-position oracle on 20,000 random histories; HISTORIES=n, FIRST=seed, RELEASE=0.33.0
+differential: ## compare the ledger with a position-by-position oracle on 20,000 random histories; HISTORIES=n, FIRST=seed, RELEASES="0.21.0 0.33.0" or all
 	$(READY) test
-	PYTHONPATH=src VLLM_LOGGING_LEVEL=ERROR $(if $(RELEASE),$(PYTHON) scripts/releases.py run $(RELEASE) -- python,$(BIN)/python) \
-		-m tests.differential.compare $(or $(HISTORIES),20000) $(if $(FIRST),--first $(FIRST)) --processes 2 $(ARGS)
+	$(BIN)/python scripts/differential.py $(or $(HISTORIES),20000) $(if $(FIRST),--first $(FIRST)) $(RELEASES)
 
 releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test

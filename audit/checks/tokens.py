@@ -400,7 +400,7 @@ def in_flight(entry: Entry) -> Iterator[Witness]:
         if subject.sequence < 0:
             return
         left_over = max(0, subject.ledger_sequence - subject.sequence)
-    if subject.placeholders < -1 or subject.placeholders > max(subject.in_flight, ledger) + left_over:
+    if subject.placeholders < -1 or subject.placeholders > max(subject.in_flight, ledger, 0) + left_over:
         noun = "placeholder" if subject.placeholders == 1 else "placeholders"
         yield Witness(
             f"Request {{request}} has {{placeholder_tokens}} output {noun} ({{instant}}), but "

@@ -75,6 +75,7 @@ class Account:
         "sequence_tokens",
         "settled",
         "settlements",
+        "stale_drafts",
         "steady_delivered",
         "steady_scheduled",
         "suspense",
@@ -138,6 +139,8 @@ class Account:
         """Tokens sampled by the last output."""
         self.drafted = False
         """Whether drafts were ever scheduled."""
+        self.stale_drafts = 0
+        """Drafts of ended lives that were rejected in the present life."""
 
         self.scheduled = 0
         """Tokens scheduled in all lives."""

@@ -92,6 +92,7 @@ def begin_life(state: LedgerState, account: Account, local: int, external: int) 
     life = Life(len(account.lives) + 1, local, external, asynchronous=False)
     life.began_at, life.began_step = state.at, state.step
     account.life = life
+    account.stale_drafts = 0
     account.lives.append(life)
     account.admissions += 1
     return life

@@ -52,19 +52,21 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
     for i in range(0, len(changed), 4):
         account = state.living[changed[i]]
         if account.unknown is None:
-            enter_computed(state, account, "scheduled", changed[i + 3])
-            if account.computed - changed[i + 2] > account.sequence_tokens:
-                _compare_sequence(state, account, changed[i + 2], changed[i + 3])
+            computed = changed[i + 3]
+            enter_computed(state, account, "scheduled", computed)
+            if computed < account.computed == computed + account.stale_drafts:
+                _subtract_stale_drafts(account)
+            elif account.computed == computed > account.sequence_tokens + changed[i + 2]:
+                _compare_sequence(state, account, changed[i + 2])
 
 
-def _compare_sequence(state: LedgerState, account: Account, drafts: int, computed: int) -> None:
+def _compare_sequence(state: LedgerState, account: Account, drafts: int) -> None:
     """Make an entry if a step computes positions for which no step in flight can bring a token.
 
-    Nothing is compared if the engine's count is another, which has an entry of its own, or while a step may
-    be in flight that was not posted.
+    Nothing is compared while a step may be in flight that was not posted.
     """
     known = state.steps_in_flight_known and not state.skip_deliveries
-    if computed != account.computed or not state.sampled_beside_drafts or not known:
+    if not state.sampled_beside_drafts or not known:
         return
     earlier = list(account.in_flight)[:-1]
     to_come = sum(1 + each.drafts for each in earlier if each.invalid_from < 0 and not each.overrun)
@@ -197,6 +199,8 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         account.computed -= rejected
         flight.life.rejected += rejected
         add_line(state, account, "rejected drafts", debit=rejected)
+    elif flight.life is not account.life and account.computed > 0:
+        account.stale_drafts += rejected
     for later in account.in_flight:
         # A step that was scheduled after a failed load starts at the count that the failure left.
         same_count = later.life is flight.life and (later.invalid_from < 0) == (flight.invalid_from < 0)
@@ -208,13 +212,25 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
 def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:
     """The engine subtracts drafts of a step before a failed load from the count, which no longer has them.
 
-    So its next step computes as many tokens again, because of the failed load. Drafts that the steps in
-    flight reject move that step further down.
+    So its next step computes as many tokens again, because of the failed load.
     """
-    drafts = sum(each.drafts for each in account.in_flight if each.invalid_from < 0)
-    account.losses.add(max(0, account.computed - rejected - drafts), account.computed, LOAD_FAILED)
+    _compute_again(account, account.computed, rejected, LOAD_FAILED)
     subject = StaleRejection(account.computed, rejected)
     state.entries.append(Entry(state.number, state.step, state.at, subject, account))
+
+
+def _subtract_stale_drafts(account: Account) -> None:
+    """The engine has subtracted rejected drafts of the life before from the count, as 0.26 and earlier do."""
+    step, rejected, account.stale_drafts = account.in_flight[-1], account.stale_drafts, 0
+    _compute_again(account, step.start, rejected, account.lives[-2].ended_by)
+    step.start -= rejected
+    account.computed -= rejected
+
+
+def _compute_again(account: Account, end: int, rejected: int, cause: str) -> None:
+    """The next step begins ``rejected`` positions below ``end``, or lower if drafts are rejected."""
+    drafts = sum(each.drafts for each in account.in_flight if each.invalid_from < 0)
+    account.losses.add(max(0, end - rejected - drafts), end, cause)
 
 
 def _repeated(state: LedgerState, event: ev.Repeated) -> None:

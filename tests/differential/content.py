@@ -180,6 +180,8 @@ class Device:
             self._load(work, fact.invalid_blocks)
         for name, work in step.works.items():
             failed = work.failures < work.admission.failures or self._fails(fact, name)
+            # A life that has ended: no request has its blocks now, and the scheduler drops its output.
+            failed |= bool(fact.invalid_blocks.intersection(work.blocks)) and not fact.returned.get(name)
             sane = self._execute(work, fact.sampled.get(name, ()), failed)
             if not sane and fact.returned.get(name):
                 self.bad_tokens.add(name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential import tape
+from tests.differential.release_rules import follows
 from tests.differential.tape import Fact, State
 from tests.positions import Account, Life, Work
 
@@ -39,11 +40,21 @@ class OracleAccount(Account):
     """The figures of one request."""
 
     resumable: bool = False
+    ran: Life | None = None
+    """The last life that was scheduled."""
+    hits: int = 0
+    """Computed tokens before the first step."""
+    failed: Life | None = None
+    """The last life whose load failed."""
+    unloaded: int = 0
+    """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
     load_failures: int = 0
-    stale_rejections: int = 0
-    """Drafts rejected in steps before a failed load, subtracted from the count after it."""
+    resets: int = 0
+    """Resets of the prefix cache that preempted the request."""
+    faults: set[str] = field(default_factory=set)
+    """The known faults that what happened to the request shows, by their files in ``audit/faults/data``."""
     dropped_drafts: int = 0
     """Draft tokens in flight when the request or the chunk stopped, whose output the engine drops."""
     beyond_end: int = 0
@@ -71,6 +82,7 @@ class OracleAccount(Account):
     def fail_load(self, life: Life, valid: int) -> None:
         """The engine keeps only the positions below ``valid``."""
         self.load_failures += 1
+        self.failed = life
         life.pending = {position for position in life.pending if position < valid}
         self.distrust(life, valid)
         for work in self.works():
@@ -108,11 +120,17 @@ class OracleAccount(Account):
 
 @dataclass
 class Lookups:
-    """What the engine's lookup statistics must sum to: one lookup for each admission."""
+    """What the engine's lookup statistics must sum to."""
 
     requests: int = 0
     queries: int = 0
     hits: int = 0
+
+    def add(self, queries: int, hits: int) -> None:
+        """Add one lookup."""
+        self.requests += 1
+        self.queries += queries
+        self.hits += hits
 
 
 @dataclass
@@ -132,6 +150,9 @@ class Oracle:
             match fact:
                 case tape.Added():
                     self._added(fact)
+                case tape.LookedUp():
+                    if follows("attempts"):
+                        self.local.add(fact.tokens, fact.local)
                 case tape.Matched():
                     self.asked[fact.request_id] = fact.local
                 case tape.Allocated():
@@ -140,6 +161,8 @@ class Oracle:
                     self._preempted(fact)
                 case tape.Scheduled():
                     self._scheduled(fact)
+                case tape.Arrived():
+                    self._arrived(fact)
                 case tape.Output():
                     self._output(fact)
                 case tape.Aborted():
@@ -162,19 +185,19 @@ class Oracle:
         promised = set(range(fact.local, fact.local + fact.external))
         life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
         account.lives.append(life)
+        account.unloaded = 0
         account.counts["promised"] += fact.external
         account.queue.append(Hit(life))
         account.catch_up()
-        self.local.requests += 1
-        self.local.queries += len(fact.sequence)
-        self.local.hits += fact.local
-        self.external.requests += 1
-        self.external.queries += len(fact.sequence) - self.asked.get(fact.request_id, 0)
-        self.external.hits += fact.external
+        if not follows("attempts"):
+            self.local.add(len(fact.sequence), fact.local)
+        if not follows("runs"):
+            self.external.add(len(fact.sequence) - self.asked.get(fact.request_id, 0), fact.external)
 
     def _preempted(self, fact: tape.Preempted) -> None:
         account = self.accounts[fact.request_id]
         account.counts["preemptions"] += 1
+        account.resets += fact.reset
         if account.life is not None:
             account.life.over = "ended"
 
@@ -184,7 +207,11 @@ class Oracle:
             account = self.accounts[name]
             life = account.life
             assert life is not None, f"{name} was scheduled without an admission"
-            account.plan = account.plan or (life.local, life.external)
+            if account.plan is None:
+                account.plan, account.hits = (life.local, life.external), fact.computed[name]
+            if follows("runs") and account.ran is not life:
+                self.external.add(len(fact.sequences[name]), life.external - account.unloaded)
+            account.ran = life
             work = Work(life, fact.computed[name], tokens, drafts)
             account.counts["scheduled"] += tokens
             account.queue.append(work)
@@ -208,6 +235,8 @@ class Oracle:
                     self._count_stale(account, work, fact, name)
             account.catch_up()
             if fact.returned.get(name, 0):
+                if account.life is not None and account.life is account.ran is not work.life:
+                    account.faults.add("resumed-before-its-output")
                 account.answer()
         for name, state in fact.after.items():
             before, account = fact.before[name], self.accounts[name]
@@ -221,8 +250,10 @@ class Oracle:
                 if state.prompt_tokens > before.prompt_tokens:
                     account.extend(state.computed, state.prompt_tokens)
             self._end(name, state)
-        # Like the engine: a request that this output ends does not take its load over.
-        self._received(fact)
+        if not follows("uncounted waits"):
+            # Like the engine: a request that this output ends does not take its load over.
+            for name in fact.received:
+                self._received(self.accounts[name])
 
     def _execute(self, account: OracleAccount, work: Work, sampled: int) -> None:
         life = work.life
@@ -234,12 +265,15 @@ class Oracle:
             account.execute(work, position)
 
     def _count_stale(self, account: OracleAccount, work: Work, fact: tape.Output, name: str) -> None:
-        """Drafts of a step before a failed load are no part of the count any more."""
+        """Drafts of a step before a failed load, or of a past life, are no part of the count any more."""
         sampled = len(fact.sampled.get(name, ()))
         rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
         before, after = fact.before[name].computed, fact.after[name].computed
-        if work.valid_below is not None and rejected and after <= before - rejected:
-            account.stale_rejections += 1
+        if rejected and after <= before - rejected:
+            if work.valid_below is not None:
+                account.faults.add("rejection-before-a-failed-load")
+            if work.life is not account.life:
+                account.faults.add("rejection-of-a-past-life")
 
     def _failures(self, fact: tape.Output) -> set[str]:
         """The loads that this output reports failed, as far as the engine looks at the requests' blocks."""
@@ -253,23 +287,39 @@ class Oracle:
                 # A request that goes on is looked up anew; one that ends keeps its local hit to the end.
                 account.fail_load(life, life.local if fact.after[name].finished else 0)
                 continue
-            scheduled = fact.step.get(name, (0, 0))[0]
-            computed = before.computed - scheduled
-            held = before.blocks[: -(-computed // self.block_size)]
+            held = self._may_fail(account, before, fact.step.get(name, (0, 0))[0])
             looked_at = before.status in ("RUNNING", WAITS_FOR_LOAD)
             if looked_at and fact.invalid_blocks.intersection(held):
+                if before.status == WAITS_FOR_LOAD:
+                    whole = before.computed if account.failed is life else len(held) * self.block_size
+                    account.unloaded += whole - fact.after[name].computed
                 account.fail_load(life, fact.after[name].computed)
                 names.add(name)
         return names
 
-    def _received(self, fact: tape.Output) -> None:
-        for name in fact.received:
-            life = self.accounts[name].life
-            if life is not None and life.pending and life.asynchronous:
-                account = self.accounts[name]
-                account.queue.append(Load(life, sorted(life.pending)))
-                life.pending = set()
-                account.catch_up()
+    def _may_fail(self, account: OracleAccount, before: State, scheduled: int) -> tuple[int, ...]:
+        """The request's blocks whose failure the engine sees."""
+        computed = before.computed - scheduled
+        if before.status == WAITS_FOR_LOAD:
+            if follows("uncounted waits") and account.failed is not account.life:
+                return before.blocks
+        elif follows("first hits"):
+            computed = account.hits
+        return before.blocks[: -(-computed // self.block_size)]
+
+    def _arrived(self, fact: tape.Arrived) -> None:
+        account = self.accounts[fact.request_id]
+        if follows("uncounted waits"):
+            self._received(account)
+        if account.life is not None and fact.after > account.life.local + account.life.external:
+            account.faults.add("load-rounded-up")
+
+    def _received(self, account: OracleAccount) -> None:
+        life = account.life
+        if life is not None and life.pending and life.asynchronous:
+            account.queue.append(Load(life, sorted(life.pending)))
+            life.pending = set()
+            account.catch_up()
 
     def _end(self, name: str, after: State) -> None:
         account = self.accounts[name]

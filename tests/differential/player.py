@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential.random_histories import (
-    BLOCK,
     Abort,
     Add,
     Chunk,
@@ -44,14 +43,17 @@ class Played:
 
 
 def _setup(history: History) -> dict[str, Any]:
-    """The history's setup, with sliding windows where this release cannot replay the end of a hit."""
-    from vllm.v1 import kv_cache_interface
-
-    specification = getattr(kv_cache_interface, "SlidingWindowMLASpec", None)
-    if "bounded_replay" in getattr(specification, "__dataclass_fields__", ()):
-        return history.setup
-    groups = [kind.replace("replay", "sliding") for kind in history.setup.get("groups", ("full",))]
-    return {**history.setup, "groups": tuple(groups)}
+    """The history's setup, without what this release can't run."""
+    setup = {**history.setup}
+    if release.lacking(["async"]):
+        setup["asynchronous"] = False
+    if setup["asynchronous"] and release.lacking(["async drafts"]):
+        setup.pop("drafts", None)
+    if "connector" in setup and release.lacking(["hybrid connector"]):
+        setup.pop("groups", None)
+    if "groups" in setup and release.lacking(["replayed window"]):
+        setup["groups"] = tuple(kind.replace("replay", "sliding") for kind in setup["groups"])
+    return setup
 
 
 def play(history: History, attach: Callable[[Any], object] = id) -> Played:
@@ -232,7 +234,7 @@ class _Player:
 
     def blocks_of_load(self, name: str, ordered: Any) -> list[int]:
         """The blocks that a load of the request fills: one of ``ordered``, or else the last one."""
-        local = 0
+        local, size = 0, self.history.setup["block_size"]
         blocks: list[int] = []
         for call in self.driver.connector.script.calls:
             if isinstance(call, LookupCall) and call.request_id == name:
@@ -240,8 +242,8 @@ class _Player:
             if isinstance(call, ScriptedMetadata):
                 for load in call.loads:
                     if load.request_id == name and (not ordered or load in ordered):
-                        end = -(-(local + load.external_tokens) // BLOCK)
-                        blocks = list(load.block_ids[0][local // BLOCK : end])
+                        end = -(-(local + load.external_tokens) // size)
+                        blocks = list(load.block_ids[0][local // size : end])
         return blocks
 
     # The end.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 BLOCK = 4
-"""Tokens of a block."""
+"""Tokens of a block. With larger blocks all prompts and limits are as many times larger."""
 
 
 class Add(NamedTuple):
@@ -114,23 +114,24 @@ class History:
 # --- drawing --------------------------------------------------------------------------------------
 
 
-def draw(seed: int) -> History:
+def draw(seed: int, block_size: int = BLOCK) -> History:
     """The history of a seed."""
     dice = random.Random(seed)
-    setup, depth = _setup(dice)
+    setup, depth = _setup(dice, block_size)
     drawing = _Drawing(dice, setup, depth)
     return History(seed, setup, depth, tuple(drawing.operations()))
 
 
-def _setup(dice: random.Random) -> tuple[dict[str, Any], int]:
+def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
+    times = block_size // BLOCK
     asynchronous = dice.random() < 0.45
     depth = dice.choice((2, 2, 3)) if asynchronous else dice.choice((1, 1, 1, 1, 2))
     setup: dict[str, Any] = {
-        "block_size": BLOCK,
+        "block_size": block_size,
         "blocks": dice.choice((20, 22, 26, 32, 48)),
         "max_running": dice.choice((1, 2, 3, 4, 8)),
-        "max_batched_tokens": dice.choice((8, 12, 16, 24, 32, 64)),
-        "max_model_len": 256,
+        "max_batched_tokens": times * dice.choice((8, 12, 16, 24, 32, 64)),
+        "max_model_len": 256 * times,
         "asynchronous": asynchronous,
     }
     if dice.random() < 0.55:
@@ -142,7 +143,7 @@ def _setup(dice: random.Random) -> tuple[dict[str, Any], int]:
         setup["drafter"] = dice.choice(("ngram", "ngram", "eagle"))
     if dice.random() < 0.15:
         kind = dice.choice(("sliding", "sliding", "replay"))
-        setup |= {"groups": ("full", kind), "sliding_window": dice.choice((4, 8, 12))}
+        setup |= {"groups": ("full", kind), "sliding_window": times * dice.choice((4, 8, 12))}
         setup["blocks"] *= 2
     if dice.random() < 0.08:
         setup["prefix_caching"] = False
@@ -185,7 +186,7 @@ class _Drawing:
     def add(self) -> Add:
         dice = self.dice
         self.added += 1
-        prompt = dice.choice((1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 31, 32, 40))
+        prompt = self.times * dice.choice((1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 31, 32, 40))
         shared = dice.choice((0, prompt, prompt, dice.randint(0, prompt)))
         external = "connector" in self.setup and dice.random() < 0.7
         return Add(
@@ -202,8 +203,12 @@ class _Drawing:
             delay_free="connector" in self.setup and dice.random() < 0.1,
         )
 
+    @property
+    def times(self) -> int:
+        return int(self.setup["block_size"]) // BLOCK
+
     def stored(self, prompt: int) -> int:
-        return self.dice.choice((prompt, prompt + BLOCK, self.dice.randint(0, prompt)))
+        return self.dice.choice((prompt, prompt + self.setup["block_size"], self.dice.randint(0, prompt)))
 
     def rare(self) -> Operation:
         dice = self.dice
@@ -216,11 +221,11 @@ class _Drawing:
         ]
         if "connector" in self.setup:
             kinds += [
-                lambda: Store(which, self.stored(32), dice.random() < 0.5),
+                lambda: Store(which, self.stored(32 * self.times), dice.random() < 0.5),
                 lambda: Defer(which),
             ]
         if self.sessions:
-            tokens = dice.choice((0, 1, 3, 8, 13))
+            tokens = self.times * dice.choice((0, 1, 3, 8, 13))
             kinds += 3 * [lambda: Chunk(which, tokens, dice.choice((1, 2, 5)))]
         return dice.choice(kinds)()
 

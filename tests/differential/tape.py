@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.differential.release_rules import follows
+
 FINISHED = "FINISHED"
 """The statuses of ended requests begin with this word."""
 
@@ -47,6 +49,16 @@ class Added:
 
 
 @dataclass(frozen=True)
+class LookedUp:
+    """The prefix cache was looked up for a request that may read it."""
+
+    request_id: str
+    tokens: int
+    """Length of the request's sequence."""
+    local: int
+
+
+@dataclass(frozen=True)
 class Matched:
     """The connector answered a lookup. ``external`` is None if it asks to be asked again."""
 
@@ -72,10 +84,14 @@ class Allocated:
 
 @dataclass(frozen=True)
 class Preempted:
-    """A running request was put back into the waiting queue. ``dropped``: with a step's output in flight."""
+    """A running request was put back into the waiting queue. ``dropped``: with a step's output in flight.
+
+    ``reset``: by a reset of the prefix cache.
+    """
 
     request_id: str
     dropped: bool
+    reset: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +154,7 @@ class Reset:
     succeeded: bool
 
 
-Fact = Added | Matched | Allocated | Preempted | Arrived | Scheduled | Output | Aborted | Reset
+Fact = Added | LookedUp | Matched | Allocated | Preempted | Arrived | Scheduled | Output | Aborted | Reset
 
 
 @dataclass
@@ -167,6 +183,9 @@ class Tape:
     raised: bool = False
     """Whether a method of the scheduler raised an exception."""
     _scheduler: Any = None
+    _matched: dict[str, int] = field(default_factory=dict)
+    """The connector's last answer by request; before 0.16, `allocate_slots` is not given it."""
+    _resetting: bool = False
     _ended_by_output: bool = False
     """Whether `update_from_output` is running: the requests that it ends are part of its own record."""
 
@@ -179,14 +198,22 @@ class Tape:
             "schedule",
             "update_from_output",
             "reset_prefix_cache",
-            "_preempt_request",
         ):
-            self._wrap(scheduler, name, getattr(self, f"_of_{name.strip('_')}"))
+            self._wrap(scheduler, name, getattr(self, f"_of_{name}"))
+        if hasattr(scheduler, "_preempt_request"):
+            self._wrap(scheduler, "_preempt_request", self._of_preempt_request)
+        else:
+            self._wrap(scheduler.kv_cache_manager, "free", self._of_free)
         self._wrap(scheduler.kv_cache_manager, "allocate_slots", self._of_allocate_slots)
+        self._wrap(scheduler.kv_cache_manager, "get_computed_blocks", self._of_lookup)
         if hasattr(scheduler, "_update_waiting_for_remote_kv"):
             self._wrap(scheduler, "_update_waiting_for_remote_kv", self._of_arrival)
         if scheduler.connector is not None:
             self._wrap(scheduler.connector, "get_num_new_matched_tokens", self._of_match)
+
+    def read_rest(self) -> None:
+        """Add the lookups that no output has reported: 0.9 reports them with tokens only."""
+        self.local_stats.add(self._scheduler.kv_cache_manager.make_prefix_cache_stats())
 
     def _wrap(self, owner: Any, name: str, record: Callable[..., Any]) -> None:
         call = getattr(owner, name)
@@ -220,6 +247,8 @@ class Tape:
         return {request.request_id: self._state(request) for request in requests}
 
     def _cached(self) -> Cached:
+        if follows("unseen blocks"):
+            return {}
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         keys = [
@@ -230,6 +259,8 @@ class Tape:
         }
 
     def _note_hashes(self) -> None:
+        if follows("unseen blocks"):
+            return
         size = self._scheduler.block_size
         for request in self._scheduler.requests.values():
             for number, block_hash in enumerate(request.block_hashes, 1):
@@ -243,7 +274,9 @@ class Tape:
         before = self._state(known) if known is not None else None
         result = call(request)
         request = known if known is not None else request
-        self.facts.append(Added(request.request_id, before, self._state(request), request.resumable))
+        self.facts.append(
+            Added(request.request_id, before, self._state(request), getattr(request, "resumable", False))
+        )
         return result
 
     def _of_finish_requests(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -258,20 +291,29 @@ class Tape:
     def _of_preempt_request(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         dropped = bool(kwargs.get("drop_stale_output") and request.num_in_flight_tokens)
         result = call(request, *args, **kwargs)
-        self.facts.append(Preempted(request.request_id, dropped))
+        self.facts.append(Preempted(request.request_id, dropped, self._resetting))
+        return result
+
+    def _of_free(self, call: Callable[..., Any], request: Any) -> Any:
+        preempted = request.status.name == "RUNNING"
+        result = call(request)
+        if preempted:
+            self.facts.append(Preempted(request.request_id, False, False))
         return result
 
     def _of_arrival(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         before = request.num_computed_tokens
         result = call(request, *args, **kwargs)
-        self.facts.append(Arrived(request.request_id, before, request.num_computed_tokens))
+        if result is not False:  # up to 0.17 the scheduler asks until the load has ended
+            self.facts.append(Arrived(request.request_id, before, request.num_computed_tokens))
         return result
 
     def _of_reset_prefix_cache(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        succeeded = False
+        succeeded, self._resetting = False, True
         try:
             succeeded = bool(call(*args, **kwargs))
         finally:
+            self._resetting = False
             self.facts.append(Reset(succeeded))
         return succeeded
 
@@ -286,15 +328,23 @@ class Tape:
                     request.request_id,
                     tuple(request.all_token_ids),
                     given.get("num_new_computed_tokens", 0),
-                    given.get("num_external_computed_tokens", 0),
+                    given.get("num_external_computed_tokens", self._matched.get(request.request_id, 0)),
                     bool(given.get("delay_cache_blocks", False)),
                     self._state(request).blocks,
                 )
             )
         return result
 
+    def _of_lookup(self, call: Callable[..., Any], request: Any, *args: Any) -> Any:
+        result = call(request, *args)
+        exempt = getattr(request, "skip_reading_prefix_cache", False)
+        if self._scheduler.kv_cache_manager.enable_caching and not exempt:
+            self.facts.append(LookedUp(request.request_id, request.num_tokens, result[1]))
+        return result
+
     def _of_match(self, call: Callable[..., Any], request: Any, local: int) -> Any:
         external, asynchronous = call(request, local)
+        self._matched[request.request_id] = external
         self.facts.append(Matched(request.request_id, local, external, asynchronous))
         return external, asynchronous
 
@@ -324,7 +374,7 @@ class Tape:
         finally:
             self._ended_by_output = False
         self._note_hashes()
-        transfers = getattr(answer, "kv_connector_output", None)
+        transfers = getattr(answer, "kv_connector_output", answer)  # 0.9 has its fields in the answer
         returned: dict[str, int] = {}
         ended: set[str] = set()
         for of_client in outputs.values():

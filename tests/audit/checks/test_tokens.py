@@ -243,6 +243,18 @@ def test_drafts_rejected_after_a_failed_load_are_found():
 
 
 @violates("tokens/unexplained-drop")
+def test_drafts_of_a_past_life_that_the_engine_subtracts_are_found():
+    """vLLM up to 0.26: positions 49 and 50 are computed twice in the second life."""
+    stream = miscounted(events(50, "A0+0 s50 o+ s4 P A32+0 s19 o1/3 s4 o+ o+ F"), 3, -2)
+    stream = altered(stream, Finished, computed_tokens=53)
+    (account,) = audited(stream).ledger.accounts()
+
+    assert ["tokens/unexplained-drop"] == violation_ids(stream)
+    assert {"blocks": 22} == account.rework
+    assert (50, 3, 2, 0) == (account.first_prompt, account.first_output, account.rejected, account.suspense)
+
+
+@violates("tokens/unexplained-drop")
 def test_a_step_after_a_failed_load_does_not_move_with_drafts_rejected_before():
     """A shared block failed, and the count stays above the hit: the next step starts at position 7."""
     stream = events(5, "A4+0 s3/2 s3/2 L3! o0/2 s6/2 o0/2 s3/2 o0/2 o0/2 F")
@@ -350,6 +362,15 @@ def test_a_placeholder_of_a_request_that_its_failed_load_ends_is_clean():
     stream = events(200, "A0+160 s40 s1 L64 o F:error")
 
     assert [] == violation_ids(altered(stream, Finished, placeholder_tokens=2))
+
+
+@near_miss("tokens/in-flight")
+def test_a_request_without_placeholders_needs_no_tokens_in_flight():
+    """vLLM up to 0.27 schedules fewer than no tokens with drafts in flight, and then raises."""
+    stream = altered(events(50, "A0+0 s50 o+ s1 o+ F"), Stepped, 1, changed=[0, -3, 0, 47])
+    stream = with_after(stream, Stepped, 1, census(2, 47, -3, 0, 51))
+
+    assert "tokens/in-flight" not in violation_ids(stream)
 
 
 @near_miss("tokens/in-flight")

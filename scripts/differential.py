@@ -1,0 +1,69 @@
+"""Compares the ledger with the oracle over random histories, in releases of the matrix.
+
+Usage: .venv/bin/python scripts/differential.py HISTORIES [--first SEED] [RELEASE...]
+
+Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in
+.venv, and prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day
+two others, with histories of the day. Exits with 1 if a release shows a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from releases import BIN, MATRIX, ROOT, build, environ
+
+WITH_V1 = [name for name in MATRIX if not name.endswith("-v0") and not name.startswith("lmcache-")]
+IN_VENV = next(name for name in WITH_V1 if not MATRIX[name].wheel)
+AT_A_TURN = 2
+
+
+def turn(day: int) -> list[str]:
+    """The releases of a day."""
+    return [WITH_V1[(day * AT_A_TURN + each) % len(WITH_V1)] for each in range(AT_A_TURN)]
+
+
+def run(name: str, histories: int, first: int) -> bool:
+    """Compare in one release, and print how it went; whether nothing differs."""
+    command = [str(BIN / "python"), "-m", "tests.differential.compare", str(histories), "--first", str(first)]
+    environment = environ(name)
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
+    done = subprocess.run(
+        [*command, "--processes", "2"], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    *reports, last = done.stdout.strip().splitlines() or [""]
+    if done.returncode:
+        print(*reports, *([] if last else [done.stderr.strip()]), sep="\n")
+    print(f"{name}: {last or 'the comparison ended with an exception'}", flush=True)
+    return done.returncode == 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("histories", type=int)
+    parser.add_argument("--first", type=int, help="the first seed; otherwise from the clock")
+    parser.add_argument("releases", nargs="*", default=[IN_VENV])
+    options = parser.parse_intermixed_args(arguments)
+    today = time.gmtime()
+    names, first = options.releases, options.first
+    if names == ["turn"]:
+        names, first = turn(today.tm_yday), first or (today.tm_year * 1_000 + today.tm_yday) * 1_000
+    elif names == ["all"]:
+        names = WITH_V1
+    build(names)
+    agree = [run(name, options.histories, first or int(time.time())) for name in names]
+    return 0 if all(agree) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
