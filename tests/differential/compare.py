@@ -111,7 +111,10 @@ class Expected:
     def _of_reads(self, auditor: Any) -> Iterable[tuple[str, str]]:
         if any("resumed-before-its-output" in account.faults for account in self.oracle.accounts.values()):
             return  # no invariant covers it
-        named = {v.request for v in auditor.violations if v.id == "blocks/read-invalid"}
+        # The device follows the first group, which has no windows.
+        moved = "drafts" in self.history.setup and has("window-moved-by-rejected-drafts")
+        reads = [v for v in auditor.violations if v.id == "blocks/read-invalid"]
+        named = {v.request for v in reads if not (moved and v.figures["why"] == "left")}
         # A request whose placeholders or drafts are miscounted computes positions that have no token.
         wrong = {v.request for v in auditor.violations if v.severity == "violation"}
         for name in sorted(self.device.bad_reads - wrong):
@@ -125,7 +128,8 @@ class Expected:
         """Whether the engine did what the violation says."""
         account = self.oracle.accounts.get(violation.request or "")
         if violation.id == "blocks/hash-content":
-            return self.device.went_wrong
+            preempted = account is not None and len(account.lives) > 1
+            return self.device.went_wrong or bool(preempted and account.load_failures)
         if violation.id == "blocks/read-invalid":
             return True  # judged by request in _of_reads
         if violation.id == "tokens/beyond-sequence":
@@ -145,6 +149,9 @@ class Expected:
             # Both numbers are the engine's own. The device does not follow turns that end within drafts.
             yield "session-skips-tokens"
             yield "session-waits-with-placeholders"
+        if account.resumable and asynchronous:
+            yield "session-enqueued-twice"
+            yield "session-loses-its-tokens"
         if account.load_failures and asynchronous:
             yield "placeholder-leak"
         if account.resets and asynchronous:
