@@ -104,6 +104,7 @@ CONDITIONS: dict[str, Condition] = {
     "full hit": Condition("a load covers the whole prompt", _with_connector),
     "aborted": Condition("a client aborts a request"),
     "aborted load": Condition("a client aborts a request during its load", _with_connector),
+    "batches": Condition("three or more batches are in flight"),
     "preempted": Condition("a request is preempted"),
     "preempted in prefill": Condition("a request is preempted during prefill"),
     "lost": Condition("its request is aborted or preempted before it computes the blocks"),

@@ -44,7 +44,7 @@ def test_a_mutant_whose_text_is_missing_is_not_applied() -> None:
         ("preempt-keeps-computed", "preempt_prefill_sync", "tokens", ("tokens/reset-on-preemption", "late")),
         ("rejected-kept", "speculative_sync", "tokens", ("tokens/balance", "a")),
         ("tail-leaks", "cold", "blocks", ("blocks/leak", "r")),
-        ("preempt-lost", "preempt_prefill_sync", drives.CHECKS, ("requests/stalled", None)),
+        ("preempt-lost", "preempt_prefill_sync", drives.CHECKS, ("requests/queued-once", None)),
     ],
 )
 def test_a_mutant_is_found_and_the_engine_is_restored(
