@@ -4,7 +4,8 @@ Usage: .venv/bin/python scripts/differential.py HISTORIES [--first SEED] [RELEAS
 
 Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in
 .venv, and prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day
-two others, with histories of the day. Exits with 1 if a release shows a difference.
+two others, with the same histories each day; those in NOT_FOLLOWED have none. Exits with 1 if a release shows
+a difference.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from releases import BIN, MATRIX, ROOT, build, environ
 
 WITH_V1 = [name for name in MATRIX if not name.endswith("-v0") and not name.startswith("lmcache-")]
 IN_VENV = next(name for name in WITH_V1 if not MATRIX[name].wheel)
+NOT_FOLLOWED = {"0.10.2": "the oracle does not follow an asynchronous load of a whole prompt that is pooled"}
+"""Releases that have no turn, and why."""
+IN_TURNS = [name for name in WITH_V1 if name not in NOT_FOLLOWED]
 AT_A_TURN = 2
+FIRST_OF_TURNS = 5_000
+"""A turn plays known histories, so that only a change of the code can make it fail."""
 
 
 def turn(day: int) -> list[str]:
     """The releases of a day."""
-    return [WITH_V1[(day * AT_A_TURN + each) % len(WITH_V1)] for each in range(AT_A_TURN)]
+    return [IN_TURNS[(day * AT_A_TURN + each) % len(IN_TURNS)] for each in range(AT_A_TURN)]
 
 
 def run(name: str, histories: int, first: int) -> bool:
@@ -54,10 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, help="the first seed; otherwise from the clock")
     parser.add_argument("releases", nargs="*", default=[IN_VENV])
     options = parser.parse_intermixed_args(arguments)
-    today = time.gmtime()
     names, first = options.releases, options.first
     if names == ["turn"]:
-        names, first = turn(today.tm_yday), first or (today.tm_year * 1_000 + today.tm_yday) * 1_000
+        names, first = turn(time.gmtime().tm_yday), first or FIRST_OF_TURNS
     elif names == ["all"]:
         names = WITH_V1
     build(names)
