@@ -153,7 +153,7 @@ class Lives:
         if before is None:
             return
         before = self._past_stop(request, before)
-        if self._counts.of(request)[1]:
+        if self._counts.of(request)[1] and self._log.undelivered:
             self.draining.add(request.request_id)
         self._loads.emit_rolled_back(request, "session", before, request.num_computed_tokens)
 

@@ -155,11 +155,13 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         flight = account.in_flight.popleft()
         tokens = flight.tokens
         account.in_flight_tokens -= tokens
+        accepted = request not in ignored if ignored else True
         if account.closed_at >= 0 or flight.overrun:
+            if account.closed_at < 0 and accepted:
+                _reject_past_stop(state, account, flight)
             continue
         life = flight.life
         sampled = account.sampled
-        accepted = request not in ignored if ignored else True
         if flight.drafts and (sampled > 0 or not state.sampled_beside_drafts):
             rejected = flight.drafts - max(0, sampled) + state.sampled_beside_drafts
             if flight.drafts > tokens - state.sampled_beside_drafts:
@@ -207,6 +209,20 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         if same_count and later.start > flight.start:
             later.start -= rejected
     return rejected
+
+
+def _reject_past_stop(state: LedgerState, account: Account, flight: InFlight) -> None:
+    """Output of a step past the stop of a session's turn was delivered, as vLLM before 0.22 does.
+
+    The step is overrun, but the engine subtracts its rejected drafts from the count.
+    """
+    if flight.drafts and account.sampled > 0 and flight.life is account.life:
+        rejected = max(0, flight.drafts - account.sampled + state.sampled_beside_drafts)
+        account.computed -= rejected
+        add_line(state, account, "rejected drafts", debit=rejected)
+        for later in account.in_flight:
+            if later.life is flight.life:
+                later.start -= rejected
 
 
 def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:
