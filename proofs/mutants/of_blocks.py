@@ -112,12 +112,10 @@ MUTANTS = (
     # --- windows
     M("window-one-block-early", "windows", "a block leaves a window while it is read",
       "SlidingWindowManager.get_num_skipped_tokens", "num_computed_tokens - self.sliding_window + 1",
-      "num_computed_tokens - self.sliding_window + 1 + self.block_size",
-      why="the events have no window sizes, so a block that leaves too early looks like any other"),
+      "num_computed_tokens - self.sliding_window + 1 + self.block_size"),
     M("window-one-token-early", "windows", "a block leaves a window one token early",
       "SlidingWindowManager.get_num_skipped_tokens", "num_computed_tokens - self.sliding_window + 1",
-      "num_computed_tokens - self.sliding_window + 2",
-      why="the events have no window sizes, so a block that leaves too early looks like any other"),
+      "num_computed_tokens - self.sliding_window + 2"),
     M("window-one-block-late", "windows", "a block leaves a window one block late",
       "SlidingWindowManager.get_num_skipped_tokens", "num_computed_tokens - self.sliding_window + 1",
       "num_computed_tokens - self.sliding_window + 1 - self.block_size",
@@ -131,5 +129,5 @@ MUTANTS = (
     M("window-hit-too-short", "windows", "a hit needs one block less than the window has",
       "SlidingWindowManager._contiguous_blocks_for_hit", "blocks = cdiv(window_size - 1, block_size)",
       "blocks = max(1, cdiv(window_size - 1, block_size) - 1)",
-      why="the events have no window sizes, so a hit that is too short for one looks like any other"),
+      why="the blocks of a hit are not compared with the window"),
 )  # fmt: skip
