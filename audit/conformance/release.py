@@ -54,6 +54,10 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
         "no drafts under async scheduling",
         lambda: _async_scheduler_knows("scheduled_spec_decode_tokens"),
     ),
+    "chunked groups": (
+        "no local attention in chunks",
+        lambda: _class("v1.kv_cache_interface:ChunkedLocalAttentionSpec") is not object,
+    ),
     "deferred lookup": ("a connector can't defer a lookup", _may_defer),
     "dropped output": (
         "output in flight is always delivered",

@@ -82,7 +82,7 @@ def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: 
     return driver
 
 
-@workload()
+@workload("chunked groups")
 def chunks_leave_blocks(attach: Attach = id, **setup: Any) -> Driver:
     """The same with local attention in chunks: all blocks of a chunk leave when the next begins."""
     return window_leaves_blocks(attach, groups=("full", "chunked"), **setup)

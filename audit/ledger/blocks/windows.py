@@ -28,8 +28,12 @@ def freed(
     record: Block,
     holder: Holder,
 ) -> None:
-    """A reference to a block was freed: note the positions that left the table of a group with windows."""
-    windowed = holder.kind == TABLE and holder.group in pool.windows
+    """A reference to a block was freed: note the positions that left the table of a group with windows.
+
+    Nothing is noted of a block that is in another table of the request, whose positions it may have.
+    """
+    twice = any(other.request == holder.request for other in record.holders)
+    windowed = holder.kind == TABLE and holder.group in pool.windows and not twice
     if windowed and record.begin >= 0 and event.by not in OF_WHOLE_TABLES:
         left = Freed(holder.life, record.room_end, block)
         holdings.leaving.append((event.step, holder.request, event.pool, holder.group, left))
