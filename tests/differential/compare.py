@@ -148,8 +148,8 @@ class Expected:
         if account.resumable and drafts:
             # Both numbers are the engine's own. The device does not follow turns that end within drafts.
             yield "session-skips-tokens"
-            yield "session-waits-with-placeholders"
         if account.resumable and asynchronous:
+            yield "session-waits-with-placeholders"
             yield "session-enqueued-twice"
             yield "session-loses-its-tokens"
         if account.load_failures and asynchronous:
