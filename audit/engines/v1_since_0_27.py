@@ -166,17 +166,20 @@ class V1Observer(Observer):
 
     def _misqueued(self) -> dict[str, int]:
         """The places of each request that is not queued as it should be, if the queues' lengths show any."""
-        ids, running, waiting = self.log.ids, self.scheduler.running, self.waiting
-        self.misqueued = len(running) + sum(map(len, waiting)) - len(ids)
+        ids, queues = self.log.ids, (self.scheduler.running, *self.waiting)
+        self.misqueued = self._spare_places()
         if not self.misqueued:
             return {}
-        places = Counter(request.request_id for queue in (running, *waiting) for request in queue)
+        places = Counter(request.request_id for queue in queues for request in queue)
         return {cut_id(name): places[name] for name in ids.keys() | places if places[name] != (name in ids)}
 
     def census_wanted(self) -> bool:
         """Whether the queues have come to differ from the open requests, or differ otherwise than before."""
-        places = len(self.scheduler.running) + sum(map(len, self.waiting))
-        return places - len(self.log.ids) != self.misqueued and not self.in_step
+        return self._spare_places() != self.misqueued and not self.in_step
+
+    def _spare_places(self) -> int:
+        """How many places more the queues have than there are open requests; negative if fewer."""
+        return len(self.scheduler.running) + sum(map(len, self.waiting)) - len(self.log.ids)
 
     def computed_tokens(self, request: Any) -> int:
         return self.counts.computed(request)

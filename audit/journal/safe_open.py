@@ -1,9 +1,9 @@
 """The one place that opens files beside journals.
 
-Whoever may write in a folder of journals may put anything under a name that kvledger opens: a FIFO, which
-blocks its reader, a link to somebody's file, a device without an end, a folder, a file of many gigabytes. So
-a file is opened without waiting, no link is followed, what is not a regular file is refused, and what is read
-whole has a bound. ``tests/packaging/test_one_opener.py`` shows that nothing else opens one.
+A user who can write in a folder of journals can make other things there with a name that kvledger opens: a
+FIFO, which blocks its reader, a link to somebody's file, a device without an end, a folder, a file of many
+gigabytes. So a file is opened without waiting, no link is followed, what is not a regular file is refused,
+and what is read whole has a bound. ``tests/packaging/test_one_opener.py`` shows that nothing else opens one.
 """
 
 from __future__ import annotations

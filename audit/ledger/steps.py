@@ -203,12 +203,17 @@ def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: in
         add_line(state, account, "rejected drafts", debit=rejected)
     elif flight.life is not account.life and account.computed > 0:
         account.stale_drafts += rejected
+    _begin_lower(account, flight, rejected)
+    return rejected
+
+
+def _begin_lower(account: Account, flight: InFlight, rejected: int) -> None:
+    """The steps after ``flight``, of which drafts were rejected, begin as many positions lower."""
     for later in account.in_flight:
         # A step that was scheduled after a failed load starts at the count that the failure left.
         same_count = later.life is flight.life and (later.invalid_from < 0) == (flight.invalid_from < 0)
         if same_count and later.start > flight.start:
             later.start -= rejected
-    return rejected
 
 
 def _reject_past_stop(state: LedgerState, account: Account, flight: InFlight) -> None:
@@ -220,9 +225,7 @@ def _reject_past_stop(state: LedgerState, account: Account, flight: InFlight) ->
         rejected = max(0, flight.drafts - account.sampled + state.sampled_beside_drafts)
         account.computed -= rejected
         add_line(state, account, "rejected drafts", debit=rejected)
-        for later in account.in_flight:
-            if later.life is flight.life:
-                later.start -= rejected
+        _begin_lower(account, flight, rejected)
 
 
 def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:

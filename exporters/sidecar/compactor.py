@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from ...audit.errors import LedgerError
+from ...audit.errors import LedgerError, Missed
 from ...audit.replay.windows import duration
 from ...audit.text import utc
 from ..metrics.values import Health
@@ -28,8 +28,7 @@ MOST_SECONDS = 6 * 3600.0
 END_SECONDS = 10.0
 """How long a process may take to end after SIGTERM, before it is killed."""
 
-
-SOME_NOT = 3
+SOME_NOT = Missed.exit_code
 """The exit code of a compaction that some journals were left out of."""
 
 

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ... import events as ev
 from ...causes import EVICTED, RESET
 from ..statements import RemovedRange
-from .entries import CachedContent
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
@@ -32,21 +31,12 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             done = holdings.operation(event, "cached", "cache_blocks", request, group)
             operation = replace(done, what=f"cached {hash_text(hash_id)} up to {end}")
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
-            covered = pool.ends.setdefault(hash_id, end)
+            whose, covered = done.request_id, pool.ends.setdefault(hash_id, end)
             if covered != end:
-                _wrong(holdings, event.pool, block, request, group, HASHED_OTHERWISE, end, covered)
+                holdings.report_cached(HASHED_OTHERWISE, whose, event.pool, block, end, covered, request)
             elif end > sequence_tokens >= 0:
-                _wrong(holdings, event.pool, block, request, group, SEQUENCE, end, sequence_tokens)
+                holdings.report_cached(SEQUENCE, whose, event.pool, block, end, sequence_tokens, request)
                 pool.records[block].wrong_from = sequence_tokens
-
-
-def _wrong(
-    holdings: Holdings, pool: int, block: int, request: int, group: int, why: str, end: int, limit: int
-) -> None:
-    """Report a block that is cached for positions up to ``end`` and lacks them."""
-    whose = holdings.holder(TABLE, request, group).request_id
-    begin, story = holdings.pools[pool].records[block].begin, holdings.story(pool, block)
-    holdings.report(CachedContent(why, whose, pool, block, begin, end, limit, story), request)
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -155,6 +145,4 @@ def check_pending(holdings: Holdings) -> None:
         if account is None or life is None or record is None or record.cached_for != request:
             continue
         if life.asynchronous and life.pending and not life.ran and end > life.local:
-            whose, story = account.request_id, holdings.story(pool, block)
-            beyond = CachedContent(PENDING, whose, pool, block, record.begin, end, life.local, story)
-            holdings.report(beyond, request)
+            holdings.report_cached(PENDING, account.request_id, pool, block, end, life.local, request)

@@ -13,7 +13,7 @@ from ... import events as ev
 from ..account import Account
 from ..statements import RemovedRange
 from .demand import BlockDemand
-from .entries import BlockFinding, Collision, Subject
+from .entries import BlockFinding, CachedContent, Collision, Subject
 from .records import (
     DEFERRED,
     PIN,
@@ -186,6 +186,13 @@ class Holdings:
     def report(self, subject: Subject, request: int) -> None:
         """Pass a subject to the checks."""
         self.findings.append((subject, request))
+
+    def report_cached(
+        self, why: str, whose: str, pool: int, block: int, end: int, limit: int, request: int
+    ) -> None:
+        """Pass a block to the checks that is cached for positions below ``end`` and lacks KV for some."""
+        begin, story = self.pools[pool].records[block].begin, self.story(pool, block)
+        self.report(CachedContent(why, whose, pool, block, begin, end, limit, story), request)
 
     def report_collision(self, how: str, pool: int, block: int, first: Holder | None, second: Holder) -> None:
         """Pass a collision of two holders to the checks."""

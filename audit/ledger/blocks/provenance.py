@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
 from ..account import Account
 from ..life import Life
-from .entries import CachedContent
 from .holdings import Holdings
 from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
 
@@ -145,8 +144,5 @@ def _report_promised(holdings: Holdings, number: int, block: int, record: Block)
     """Report a cached block that lacks positions that its hash stands for, and that nothing will fill."""
     for low, _, why in lacking(holdings, number, block, record.begin, record.end):
         if why in PROMISED:
-            story = holdings.story(number, block)
-            start, end = record.begin, record.end
-            subject = CachedContent(why, record.writer, number, block, start, end, low, story)
-            holdings.report(subject, record.cached_for)
+            holdings.report_cached(why, record.writer, number, block, record.end, low, record.cached_for)
             return
