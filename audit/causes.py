@@ -83,6 +83,27 @@ EXTERNAL_LOSS_AT_END = {
 }
 """Why external tokens are cancelled when a life ends, by the cause of its end."""
 
+# --- where the time to a first output went ---------------------------------------------------------
+
+QUEUED = "queued"
+REMOTE_LOAD = "remote_load"
+READY = "ready"
+PREFILL = "prefill"
+PREFILL_AGAIN = "prefill_again"
+UNATTRIBUTED = "unattributed"
+
+FIRST_TOKEN = {
+    QUEUED: "waited for the first admission",
+    REMOTE_LOAD: "waited for asynchronous loads",
+    READY: "waited for a step after an asynchronous load had ended",
+    PREFILL: "in the first life that ran, until the first output or the life's end",
+    PREEMPTED: "waited for the next admission after a preemption",
+    LOAD_FAILED: "waited for the next admission after a failed load",
+    PREFILL_AGAIN: "in later lives, until the first output or the life's end",
+    UNATTRIBUTED: "admitted, but neither a step nor the end of a load was observed",
+}
+"""What a request did or waited for before its first output. Each microsecond has one cause."""
+
 # --- how requests end ---------------------------------------------------------------------------
 
 ENGINE_ENDED = "engine_ended"

@@ -493,6 +493,22 @@ REQUESTS = PanelRow(
             unit="none",
             width=6,
         ),
+        Panel(
+            "Time to first token by cause",
+            "Mean time from the arrival in the scheduler to the first output. The causes sum to it.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (cause) (rate(kvledger_first_token_seconds_total{@engine}[$__rate_interval])) / "
+                    "ignoring (cause) group_left () "
+                    "sum(rate(kvledger_first_token_requests_total{@engine}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+            unit="s",
+            width=24,
+            stack="normal",
+        ),
     ),
 )
 

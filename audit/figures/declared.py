@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
-from .figure import Counter, Figure, Item, Settled, Slot
+from .figure import MICROSECONDS, Counter, Figure, Item, Settled, Slot
 
 OTHER = "other"
 """Stands for a cause that this release does not know."""
@@ -19,6 +19,12 @@ PROMPTS = Counter(
     "Prompts",
     "Prompt tokens by where their KV first came from, counted once per request.",
     "source",
+)
+FIRST_TOKEN = Counter(
+    "kvledger_first_token_seconds",
+    "First tokens",
+    "Time from the arrival of requests in the scheduler to their first output, by cause.",
+    "cause",
 )
 WORK = Counter("kvledger_work_tokens", "Work", "Scheduled tokens by outcome.", "kind")
 
@@ -43,6 +49,21 @@ def _alone(name: str, group: str, help: str) -> tuple[Counter, ...]:
 
 def _by_cause(name: str, group: str, help: str) -> Counter:
     return Counter(f"kvledger_{name}_tokens", group, help, "cause", by_cause=True)
+
+
+def _first_token(account: Account) -> int | None:
+    return None if account.first_token is None else sum(account.first_token)
+
+
+def _of_first_token(place: int, cause: str, text: str) -> Figure:
+    return Figure(
+        f"{cause}_microseconds",
+        text,
+        Item("first_token", place),
+        MICROSECONDS,
+        part_of="first_token_microseconds",
+        counters=(FIRST_TOKEN,),
+    )
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -195,6 +216,24 @@ FIGURES: tuple[Figure, ...] = (
             "had.",
         ),
     ),
+    # the time to the first output; its parts sum to it
+    Figure(
+        "first_tokens",
+        "requests with a first output, of sessions their first turn",
+        lambda account: account.first_token is not None,
+        "requests",
+        sql="count(first_token_microseconds)",
+        counters=(
+            Counter("kvledger_first_token_requests", "First tokens", "Requests that had a first output."),
+        ),
+    ),
+    Figure(
+        "first_token_microseconds",
+        "from the request's arrival in the scheduler to its first output; of a session, of its first turn",
+        _first_token,
+        MICROSECONDS,
+    ),
+    *(_of_first_token(place, *named) for place, named in enumerate(causes.FIRST_TOKEN.items())),
     # what the connector promised
     Figure(
         "promised",

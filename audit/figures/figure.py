@@ -20,6 +20,7 @@ Read = Callable[[Account], Any]
 """Reads a :data:`Value` off an account."""
 
 TOKENS = "tokens"
+MICROSECONDS = "microseconds"
 
 
 class Counter(NamedTuple):

@@ -9,7 +9,7 @@ import msgspec
 
 from ..ledger.account import Account
 from .declared import FIGURES
-from .figure import Figure, Settled, Slot
+from .figure import Figure, Item, Settled, Slot
 from .sums import Sums, merge_tokens
 
 
@@ -62,6 +62,9 @@ def _number_adder() -> Callable[[_Totals, Account], None]:
         match figure.read:
             case Slot(name=name):
                 lines.append(f"    sums.{figure.name} += account.{name}")
+            case Item(name=name, place=place):
+                lines.append(f"    if account.{name} is not None:")
+                lines.append(f"        sums.{figure.name} += account.{name}[{place}]")
             case Settled(name=name):
                 of_settlement.append(f"        sums.{figure.name} += settlement.{name}")
             case read:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from .. import causes
 from ..events import RequestLabels
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
@@ -34,6 +35,7 @@ class Account:
         "executed_first",
         "first_output",
         "first_prompt",
+        "first_token",
         "hit_again",
         "in_flight",
         "in_flight_tokens",
@@ -171,6 +173,9 @@ class Account:
         """Whether the first output came before every token of the present prompt or chunk had valid KV."""
         self.settlements: list[Settlement] = []
         """One settlement for the prompt, or for each chunk of a session."""
+        self.first_token: tuple[int, ...] | None = None
+        """Microseconds to the first output, by cause (``first_token.py``); of a session, of its first turn.
+        None: there was no output, or the request is for a pooling model."""
         self.plan: tuple[int, int] | None = None
         """Planned split: local and external hits of the first admission that ran."""
         self.reported: tuple[int, int, int] | None = None
@@ -270,4 +275,7 @@ class Account:
             transferred=self.transferred,
             remote_decode=self.remote_decode,
             remote_request=self.remote_request,
+            first_token=None
+            if self.first_token is None
+            else dict(zip(causes.FIRST_TOKEN, self.first_token, strict=True)),
         )

@@ -57,6 +57,7 @@ class Life:
         "queried_external",
         "queried_local",
         "ran",
+        "ran_at",
         "rejected",
         "rolled_back",
         "scheduled",
@@ -101,6 +102,8 @@ class Life:
         """Computed tokens when the life ended."""
         self.ran = False
         """Whether a step scheduled the life."""
+        self.ran_at = -1
+        """Time of the first such step; -1: there was none."""
         self.delivered = False
         """Whether the output of such a step has come."""
         self.began_at = 0

@@ -83,6 +83,8 @@ class AccountStatement(msgspec.Struct, frozen=True):
     transferred: bool = False
     remote_decode: bool = False
     remote_request: str = ""
+    first_token: dict[str, int] | None = None
+    """Microseconds to the first output, by cause."""
 
     @property
     def settled(self) -> Settlement | None:

@@ -25,6 +25,7 @@ from .accounts import (
 from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
 from .entries import Entry, StaleRejection, TokensMissing
 from .executed_tokens import execute, execute_invalid
+from .first_token import first_token
 from .ledger_state import LedgerState
 from .life import InFlight, Life
 from .load_postings import resolve
@@ -93,6 +94,7 @@ def _schedule(state: LedgerState) -> None:
         life.scheduled += tokens
         if not life.ran:
             life.ran = True
+            life.ran_at = state.at
             if account.plan is None:
                 account.plan = (life.local, life.external)
             before_output = not (account.settled or account.incomplete)
@@ -179,6 +181,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if sampled > 0 and accepted:
             account.sequence_tokens += sampled
             if not account.settled:
+                if account.first_token is None and not account.pooling:
+                    account.first_token = first_token(account, state.at)
                 settle_if_attained(state, account)
             if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
                 newly_steady.append(account)

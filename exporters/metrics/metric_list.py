@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from ...audit.checks.registry import catalogue
 from ...audit.figures.declared import FIGURES, OTHER
-from ...audit.figures.figure import Counter, Figure
+from ...audit.figures.figure import MICROSECONDS, Counter, Figure
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
@@ -84,21 +84,29 @@ def of_figures(group: str) -> tuple[Metric, ...]:
 
 
 def _of_figures(counter: Counter, figures: Sequence[Figure]) -> Metric:
-    """One counter: of one figure, of one by cause, or of several that a label tells apart."""
+    """One counter: of one figure, of one by cause, or of several that a label tells apart.
+
+    Microseconds become seconds.
+    """
     names = tuple(figure.name for figure in figures)
     words: tuple[str, ...] = ()
+    unit, scale = ("seconds", 1_000_000) if figures[0].unit == MICROSECONDS else (figures[0].unit, 1)
     reader = read.value(lambda engine_audit: engine_audit.closed.of(names[0]))
     if counter.by_cause:
         words = (*figures[0].causes, OTHER)
         reader = read.values(words, lambda engine_audit: getattr(engine_audit.closed, names[0]))
     elif counter.label:
-        words = names
+        words = tuple(name.removesuffix(f"_{MICROSECONDS}") for name in names)
         reader = read.values(
-            words, lambda engine_audit: {name: engine_audit.closed.of(name) for name in names}
+            words,
+            lambda engine_audit: {
+                word: engine_audit.closed.of(name) for word, name in zip(words, names, strict=True)
+            },
+            scale,
         )
     labels = (*ENGINE, counter.label) if counter.label else ENGINE
     closed = {counter.label: words} if words else {}
-    return Metric(counter.name, figures[0].unit, "counter", counter.help, labels, reader, closed)
+    return Metric(counter.name, unit, "counter", counter.help, labels, reader, closed)
 
 
 GROUPS: tuple[Group, ...] = (
@@ -229,6 +237,13 @@ GROUPS: tuple[Group, ...] = (
                 read.value(lambda engine_audit: float(not engine_audit.cost_counters.model.refused)),
             ),
         ),
+    ),
+    Group(
+        "First tokens",
+        "The time from the arrival of a request in the scheduler to its first output. Each microsecond has "
+        "one cause, so the causes sum to it. The front end's share is not in it: vLLM's "
+        "`vllm:time_to_first_token_seconds` begins when the front end receives the request.",
+        of_figures("First tokens"),
     ),
     Group(
         "External tokens",

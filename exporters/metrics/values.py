@@ -84,10 +84,14 @@ def value(of: Callable[[FollowedAudit], float | Distribution]) -> MetricReader:
     return engines(lambda engine_audit: [((), of(engine_audit))])
 
 
-def values(words: tuple[str, ...], of: Callable[[FollowedAudit], Mapping[str, int]]) -> MetricReader:
-    """One value per word, each of ``words`` from the start."""
+def values(
+    words: tuple[str, ...], of: Callable[[FollowedAudit], Mapping[str, int]], scale: int = 1
+) -> MetricReader:
+    """One value per word, each of ``words`` from the start, divided by ``scale``."""
     return engines(
-        lambda engine_audit: [((word,), n) for word, n in bounded(words, of(engine_audit)).items()]
+        lambda engine_audit: [
+            ((word,), n if scale == 1 else n / scale) for word, n in bounded(words, of(engine_audit)).items()
+        ]
     )
 
 

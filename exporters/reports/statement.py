@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ...audit.ledger.statements import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
-from . import audit_text, terminal
+from . import audit_text, first_token, terminal
 from .audit_data import finding
 
 FOLD = 3
@@ -55,6 +55,8 @@ def _answer(request: RequestStatement) -> Iterator[Text]:
     lives = "1 life" if len(account.lives) == 1 else f"{len(account.lives)} lives"
     preemptions = terminal.counted(account.preemptions, "preemption")
     yield Text(f"Opened {request.when(account.added_at)}, {closed}{outcome}, {lives}, {preemptions}.")
+    if account.first_token is not None:
+        yield Text(first_token.sentence(account.first_token, 1))
     if account.unknown is not None:
         yield Text(f"Unknown: {account.unknown}. Figures are as far as seen.", style="yellow")
 

@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
+from ...audit.causes import FIRST_TOKEN
 from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -23,6 +24,7 @@ from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport
+from .first_token import sentence
 from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ ALL = "all requests"
 
 
 class _SummaryRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One group. Figures are tokens except ``requests``, ``unknown``, ``preemptions`` and shares of 1.
+    """One group. Figures are tokens except ``requests``, ``unknown``, ``first_tokens``
+    (requests with a first output), ``preemptions``, microseconds and shares of 1.
 
     ``unknown`` requests count in ``requests`` and ``preemptions`` and in no other figure. A share is of the
     figure that the declared one is a part of, and None where the whole is 0. ``wait_seconds`` is the time
@@ -56,6 +59,7 @@ else:
             ("group", str),
             ("requests", int),
             ("unknown", int),
+            ("first_tokens", int),
             *((figure.name, int) for figure in _SHOWN),
             *((f"{figure.name}_share", float | None) for figure in _SHOWN if figure.part_of),
             ("wait_seconds", float),
@@ -84,6 +88,7 @@ def summary_row(group: str, sums: GroupSums, costs: CostReport | None = None) ->
         group=group,
         requests=sums.figures["requests"],
         unknown=sums.figures["unknown_requests"],
+        first_tokens=sums.figures["first_tokens"],
         **figures,
         **shares,
         wait_seconds=sums.waited_us / 1e6,
@@ -184,6 +189,9 @@ def _percentiles(row: SummaryRow) -> list[float | None]:
 def _answer(row: SummaryRow) -> Iterator[Text]:
     requests, preemptions = counted(row.requests, "request"), counted(row.preemptions, "preemption")
     yield Text(f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting.")
+    if row.first_tokens:
+        spent = {cause: getattr(row, f"{cause}_microseconds") for cause in FIRST_TOKEN}
+        yield Text(sentence(spent, row.first_tokens))
     if row.prompt_tokens:
         hits = [
             part_of(tokens, row.prompt_tokens, name)
