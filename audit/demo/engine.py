@@ -28,6 +28,13 @@ from .process import output_to, settle_environment, share_bytecode
 COUNTER_WORDS = ("prompt", "cache", "preempt", "external", "generation")
 """RESULT.json has every counter with one of these in its name."""
 
+LATENCIES = (
+    "vllm:time_to_first_token_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+)
+"""Histograms of requests whose sums RESULT.json has."""
+
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The worker inside EngineCore. The CPU platform would replace the short name "uni" by a process."""
 
@@ -139,6 +146,17 @@ def counters(llm: Any) -> dict[str, float]:
     return values
 
 
+def latencies(llm: Any) -> dict[str, dict[str, float]]:
+    """Number and sum of seconds of the engine's histograms of requests, by name."""
+    from vllm.v1.metrics.reader import Histogram
+
+    return {
+        metric.name: {"requests": metric.count, "seconds": metric.sum}
+        for metric in llm.get_metrics()
+        if isinstance(metric, Histogram) and metric.name in LATENCIES
+    }
+
+
 def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -> dict[str, Any]:
     """Run the engine from start to end; returns what goes into RESULT.json."""
     began_seconds = time.monotonic()
@@ -157,6 +175,7 @@ def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -
         try:
             finished = run_waves(llm, waves, seed, out)
             counter_values = counters(llm)
+            latency_sums = latencies(llm)
         finally:
             llm.llm_engine.engine_core.shutdown()
     return {
@@ -168,6 +187,7 @@ def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -
         "elapsed_seconds": round(time.monotonic() - began_seconds, 3),
         "requests": [summary(output) for output in finished],
         "counters": counter_values,
+        "latencies": latency_sums,
         "refused_by_the_engines_counters": refusals,
     }
 

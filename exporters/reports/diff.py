@@ -1,4 +1,4 @@
-"""Two traces compared: which figures and findings changed, and which figures changed their meaning.
+"""Two traces compared: which settings, findings and figures changed, and which figures changed their meaning.
 
 The ledger's figures mean the same for every engine. The engine's own figures do not: where two releases
 differ, their meanings from ``audit/release_semantics.py`` are printed beside each other.
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.figures.declared import BY_NAME, FIGURES
+from ...audit.figures.figure import MICROSECONDS
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -54,6 +55,30 @@ class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
     after: str
 
 
+IDENTITY = frozenset(
+    {
+        "transfer",
+        "engine_key",
+        "engine_index",
+        "data_parallel_rank",
+        "instance",
+        "instance_given",
+    }
+)
+"""Settings that say which engine it is. They differ between any two."""
+
+
+class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that the engines of one trace have and those of the other don't.
+
+    Several engines with several values have them with commas between; "" where none reports the setting.
+    """
+
+    setting: str
+    before: str
+    after: str
+
+
 class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
     """One group of requests in both traces; None where a trace has no such request."""
 
@@ -68,6 +93,7 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     before: list[str]
     after: list[str]
     verdicts: tuple[str, str]
+    settings: list[SettingChange]
     figures: list[FigureChange]
     findings: dict[str, tuple[int, int]]
     meanings: list[MeaningChange]
@@ -97,6 +123,7 @@ def compare(
         before=_engines(one),
         after=_engines(other),
         verdicts=(one.verdict, other.verdict),
+        settings=_setting_changes(one, other),
         figures=figures,
         findings=_findings(one, other),
         meanings=_meanings(one, other),
@@ -136,6 +163,10 @@ def _figures(audit: Audit) -> Iterator[FigureChange]:
         if figure.part_of:
             whole = BY_NAME[figure.part_of]
             yield _figure(figure.words, share(totals.of(figure.name), totals.of(whole.name)), of=whole.words)
+        elif figure.unit == MICROSECONDS:
+            name = f"{figure.words.removesuffix(f' {MICROSECONDS}')}, ms"
+            mean = share(totals.of(figure.name), totals.first_tokens)
+            yield _figure(name, None if mean is None else mean / 1e3, per="request")
         else:
             yield _figure(figure.words, totals.of(figure.name))
     known = totals.requests - totals.unknown_requests
@@ -171,6 +202,27 @@ def _engines(audit: Audit) -> list[str]:
     return sorted(dict.fromkeys(names))
 
 
+def _setting_changes(one: Audit, other: Audit) -> list[SettingChange]:
+    before, after = _settings(one), _settings(other)
+    return [
+        SettingChange(setting=setting, before=before.get(setting, ""), after=after.get(setting, ""))
+        for setting in {**before, **after}
+        if before.get(setting) != after.get(setting)
+    ]
+
+
+def _settings(audit: Audit) -> dict[str, str]:
+    """By setting, the values that the engines have."""
+    values: dict[str, set[str]] = {}
+    for engine_audit in audit.engines:
+        if started := engine_audit.engine:
+            settings = {"release": started.version, "level": started.level, **started.configuration}
+            for setting, value in settings.items():
+                if setting not in IDENTITY:
+                    values.setdefault(setting, set()).add(str(value))
+    return {setting: ", ".join(sorted(found)) for setting, found in values.items()}
+
+
 def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
     before, after = (Counter({row.id: row.findings for row in audit.found}) for audit in (one, other))
     return {id: (before[id], after[id]) for id in sorted({*before, *after})}
@@ -202,9 +254,13 @@ def as_csv(comparison: TraceComparison) -> str:
 
 
 def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
-    """Verdicts and the number of changes first, then what changed; ``verbose`` adds unchanged figures."""
+    """Verdicts and the number of changes, then settings, findings and figures that changed.
+
+    ``verbose`` adds unchanged figures.
+    """
     return blocks(
         Group(*_answer(comparison)),
+        _settings_table(comparison),
         _findings_table(comparison),
         _figures_table(comparison, verbose),
         _groups_table(comparison),
@@ -221,10 +277,20 @@ def _answer(comparison: TraceComparison) -> Iterator[Text]:
     changed = sum(row.before != row.after for row in comparison.figures)
     findings = sum(before != after for before, after in comparison.findings.values())
     kinds = f"{findings} of {counted(len(comparison.findings), 'kind')} of finding changed"
+    settings = counted(len(comparison.settings), "setting")
     yield Text(
-        f"{changed} of {counted(len(comparison.figures), 'figure')} changed; "
+        f"{settings} changed; {changed} of {counted(len(comparison.figures), 'figure')} changed; "
         f"{kinds if comparison.findings else 'no findings'}."
     )
+
+
+def _settings_table(comparison: TraceComparison) -> Table | None:
+    if not comparison.settings:
+        return None
+    table = figures_table("Settings", "before", "after")
+    for row in comparison.settings:
+        table.add_row(Text(row.setting), row.before or "-", row.after or "-")
+    return table
 
 
 def _findings_table(comparison: TraceComparison) -> Table | None:

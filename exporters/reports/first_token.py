@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ...audit.causes import FIRST_TOKEN
-from .costs import shown_seconds
 from .terminal import counted, listed
 
 
@@ -28,4 +27,6 @@ def _parts(microseconds: Mapping[str, int], requests: int) -> Iterator[str]:
 
 
 def _seconds(microseconds: int, requests: int) -> str:
-    return f"{shown_seconds(microseconds / requests / 1e6)} s"
+    """``1.20 s`` or ``34.5 ms``."""
+    milliseconds = microseconds / requests / 1e3
+    return f"{milliseconds / 1e3:,.2f} s" if milliseconds >= 1000 else f"{milliseconds:.1f} ms"

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from tests.engines.forked import VARIANTS
 from tests.engines.own_process import python
 
+from kvledger.audit.causes import FIRST_TOKEN
 from kvledger.audit.journal.catalogue import is_beside
 from kvledger.audit.replay.journals import audit_paths
 
@@ -57,3 +58,26 @@ def test_a_refused_or_unobserved_engine_writes_no_journal(folder: Path) -> None:
     """Workers are created, with their journals, before kvledger refuses the scheduler."""
     assert not [path for path in (folder / "mismatched.journal").iterdir() if not is_beside(path)]
     assert not (folder / "bare.journal").exists()
+
+
+@pytest.mark.parametrize("name", ["observed", "own-process"])
+def test_the_time_to_first_token_is_the_engines_less_the_front_ends_share(folder: Path, name: str) -> None:
+    """vLLM's queue and prefill times are of the scheduler, its time to first token also of the front end."""
+    latencies = json.loads((folder / f"{name}.json").read_text())["latencies"]
+    totals = audit_paths([folder / f"{name}.journal"]).totals
+    vllm = {
+        key.removeprefix("vllm:").removesuffix("_seconds"): of["seconds"] for key, of in latencies.items()
+    }
+    seconds = totals.first_token_microseconds / 1e6
+
+    assert latencies["vllm:time_to_first_token_seconds"]["requests"] == totals.first_tokens
+    assert seconds < vllm["time_to_first_token"]
+    assert vllm["request_queue_time"] + vllm["request_prefill_time"] == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["observed", "own-process"])
+def test_each_request_has_the_time_to_first_token_as_the_sum_of_its_causes(folder: Path, name: str) -> None:
+    totals = audit_paths([folder / f"{name}.journal"]).totals
+
+    assert totals.preempted_microseconds > 0
+    assert totals.first_token_microseconds == sum(totals.of(f"{cause}_microseconds") for cause in FIRST_TOKEN)

@@ -36,6 +36,21 @@ def test_shares_verdicts_and_findings_are_compared(tmp_path: Path) -> None:
     assert ("clean", "violated") == comparison.verdicts
 
 
+def test_changed_settings_come_first_and_what_names_an_engine_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = events(10, "A0+0 s10 o+ F")
+    before = journals.write(tmp_path / "before", stream, configuration={"blocks": 100, "engine_key": "a"})
+    after = journals.write(tmp_path / "after", stream, configuration={"blocks": 40, "engine_key": "b"})
+
+    comparison = compare([before], [after])
+    terminal.show(render(comparison))
+
+    assert [("blocks", "100", "40")] == [(row.setting, row.before, row.after) for row in comparison.settings]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines.index(["blocks", "100", "40"]) == lines.index(["Settings", "before", "after"]) + 1
+
+
 def test_meanings_that_differ_between_releases_are_listed(tmp_path: Path) -> None:
     stream = events(10, "A0+0 s10 o+ F")
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
