@@ -2,7 +2,8 @@
 
 Names of recorded series are ``level:metric:operation``. Alerts fire on findings, on *unexplained* drift, and
 on everything that makes an absence of findings meaningless: no engine observed, events lost, a sidecar that
-lags or is gone. Drift with a known cause fires no alert. ``generated/`` holds the committed
+lags or is gone, and on what users feel: fewer hits, preemptions, slow first tokens. Drift with a known cause
+fires no alert. ``generated/`` holds the committed
 copy, which `make docs` writes.
 
 https://prometheus.io/docs/practices/rules/ and .../alerting/
@@ -79,6 +80,23 @@ RECORDINGS: tuple[Recording, ...] = (
         "model:kvledger_prompt_tokens_cached:ratio_rate5m",
         'sum by (job, model_name) (model:kvledger_prompt_tokens:rate5m{source=~"local|external"}) / '
         "(sum by (job, model_name) (model:kvledger_prompt_tokens:rate5m) > 0)",
+    ),
+    Recording(
+        "model:kvledger_prompt_tokens_cached:ratio_rate1h",
+        "sum by (job, model_name) "
+        '(avg_over_time(model:kvledger_prompt_tokens:rate5m{source=~"local|external"}[1h])) / '
+        "(sum by (job, model_name) (avg_over_time(model:kvledger_prompt_tokens:rate5m[1h])) > 0)",
+    ),
+    Recording(
+        "engine:kvledger_first_token_seconds:mean_rate5m",
+        f"{_rate('kvledger_first_token_seconds_total', 'cause')} / on ({ENGINE}) group_left () "
+        f"({_rate('kvledger_first_token_requests_total', '')} > 0)",
+    ),
+    Recording(
+        "engine:kvledger_requests_preempted:ratio_rate5m",
+        "1 - "
+        + _rate('kvledger_request_preemptions_bucket{le=~"0|0.0"}', "")
+        + f" / ({_rate('kvledger_request_preemptions_count', '')} > 0)",
     ),
     Recording(
         "model:kvledger_work_tokens_rework:ratio_rate5m",
@@ -275,6 +293,40 @@ ALERTS: tuple[Alert, ...] = (
         "`blocks` means preemptions: give the engine more KV-cache blocks, run fewer or shorter sequences "
         "at once, or add a connector that keeps preempted KV. `load_failed` means that the external "
         "store fails.",
+    ),
+    Alert(
+        "KvledgerHitShareFell",
+        "model:kvledger_prompt_tokens_cached:ratio_rate1h "
+        "< 0.7 * (model:kvledger_prompt_tokens_cached:ratio_rate1h offset 1d > 0.05)",
+        "15m",
+        "warning",
+        "The caches gave {{ $value | humanizePercentage }} of the prompt tokens of {{ $labels.model_name "
+        "}} in the last hour, less than 70 % of the same hour yesterday",
+        "`kvledger diff YESTERDAY TODAY` begins with the settings that changed; `kvledger why` has the "
+        "causes of the misses, `--by group` for whom. A smaller pool evicts more, a new release or "
+        "connector may hit by another rule, and a prompt that begins with a time or an id is never hit.",
+    ),
+    Alert(
+        "KvledgerPreemptedRequests",
+        "engine:kvledger_requests_preempted:ratio_rate5m > 0.1",
+        "15m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the requests of {{ $labels.engine }} were preempted",
+        "`kvledger summary JOURNAL` says what the preemptions cost, and how many more blocks would have "
+        "avoided them. Give the engine more KV-cache blocks, or let fewer or shorter sequences run at "
+        "once.",
+    ),
+    Alert(
+        "KvledgerFirstTokenSlow",
+        'engine:kvledger_first_token_seconds:mean_rate5m{cause!="prefill"} > 1',
+        "15m",
+        "warning",
+        "Before their first token, requests of {{ $labels.engine }} spend {{ $value | humanizeDuration }}"
+        " on average: {{ $labels.cause }}",
+        "`kvledger summary JOURNAL --since 1h` has the time to first token by cause. `queued`: the engine"
+        " has more requests than it admits. `preempted` and `prefill_again`: it has too few blocks. "
+        "`remote_load` and `load_failed`: the connector's store is slow or fails. `ready`: loads end "
+        "sooner than steps have room.",
     ),
     Alert(
         "KvledgerPromisedTokensVoid",

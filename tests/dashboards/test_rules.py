@@ -17,6 +17,7 @@ from kvledger.dashboards import rules
 IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'
 HERE = {"job": "kvledger", "instance": "a:9464"}
 OF_ENGINE = HERE | {"engine": "e"}
+OF_MODEL = {"job": "kvledger", "model_name": "m"}
 
 Series = dict[str, str]
 """By series its values, a minute apart, in promtool's notation: start+increment x times."""
@@ -52,6 +53,31 @@ ONE_OF_EACH_KIND = list(
 
 def of_id(id: str) -> str:
     return f'id="{id}", severity="violation"'
+
+
+def hits(local: str) -> Series:
+    """Of 100 prompt tokens a minute, those from the local prefix cache."""
+    computed = local.replace("60x", "40x").replace("50x", "C").replace("30x", "70x").replace("C", "50x")
+    return {
+        of("kvledger_engine_info", 'model_name="m"'): "1x1700",
+        of("kvledger_prompt_tokens_total", 'source="local"'): local,
+        of("kvledger_prompt_tokens_total", 'source="computed"'): computed,
+    }
+
+
+def preempted(never: str, requests: str) -> Series:
+    return {
+        of("kvledger_request_preemptions_bucket", 'le="0.0"'): never,
+        of("kvledger_request_preemptions_count"): requests,
+    }
+
+
+def first_token(cause: str, seconds: str) -> Series:
+    """The time of one cause; ten requests a minute."""
+    return {
+        of("kvledger_first_token_seconds_total", f'cause="{cause}"'): seconds,
+        of("kvledger_first_token_requests_total"): "0+10x40",
+    }
 
 
 def reconciled(cause: str) -> str:
@@ -205,6 +231,21 @@ CASES = [
     Case("KvledgerRework", "a third", work("0+50x40", "0+100x40"), "30m", [OF_ENGINE]),
     Case("KvledgerRework", "a tenth", work("0+10x40", "0+90x40"), "30m", []),
     Case("KvledgerRework", "no work at all", work("7x40", "9x40"), "30m", []),
+    Case("KvledgerHitShareFell", "to a half of yesterday", hits("0+60x1440 0+30x180"), "26h", [OF_MODEL]),
+    Case("KvledgerHitShareFell", "a little", hits("0+60x1440 0+50x180"), "26h", []),
+    Case("KvledgerHitShareFell", "no yesterday", hits("0+30x180"), "2h", []),
+    Case("KvledgerPreemptedRequests", "a third", preempted("0+20x40", "0+30x40"), "30m", [OF_ENGINE]),
+    Case("KvledgerPreemptedRequests", "a twentieth", preempted("0+19x40", "0+20x40"), "30m", []),
+    Case("KvledgerPreemptedRequests", "no requests", preempted("3x40", "9x40"), "30m", []),
+    Case(
+        "KvledgerFirstTokenSlow",
+        "queued for two seconds",
+        first_token("queued", "0+20x40"),
+        "30m",
+        [OF_ENGINE | {"cause": "queued"}],
+    ),
+    Case("KvledgerFirstTokenSlow", "queued for a tenth", first_token("queued", "0+1x40"), "30m", []),
+    Case("KvledgerFirstTokenSlow", "long prefills", first_token("prefill", "0+90x40"), "30m", []),
     Case("KvledgerPromisedTokensVoid", "a tenth", voided("failed", "0+10x40"), "30m", [OF_ENGINE]),
     Case("KvledgerPromisedTokensVoid", "preempted first", voided("preempted", "0+10x40"), "30m", []),
 ]
