@@ -61,6 +61,9 @@ class Figure(NamedTuple):
     def words(self) -> str:
         """The name as a person reads it; of tokens that are no part of another figure, with the unit."""
         words = self.name.replace("_", " ")
+        if self.unit == MICROSECONDS:
+            time = words.removesuffix(f" {MICROSECONDS}")
+            return time if self.part_of else f"time to {time}"
         return words if self.part_of or self.unit != TOKENS or TOKENS in words else f"{words} {TOKENS}"
 
 

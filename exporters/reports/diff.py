@@ -7,7 +7,7 @@ differ, their meanings from ``audit/release_semantics.py`` are printed beside ea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
+from ...audit.causes import MISSES
 from ...audit.figures.declared import BY_NAME, FIGURES
 from ...audit.figures.figure import MICROSECONDS
+from ...audit.ledger.position_ranges import EXTERNAL, LOCAL
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -54,6 +56,11 @@ class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
     before: str
     after: str
 
+
+PROMPTS = "prompt tokens"
+
+HITS_CHANGED = 0.01
+"""A smaller change of the share of hits is not explained."""
 
 IDENTITY = frozenset(
     {
@@ -95,6 +102,8 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[str, str]
     settings: list[SettingChange]
     figures: list[FigureChange]
+    misses: list[FigureChange]
+    """Tokens that missed the caches, by cause, as shares of prompt tokens; the largest change first."""
     findings: dict[str, tuple[int, int]]
     meanings: list[MeaningChange]
     groups: list[GroupChange] = []
@@ -113,8 +122,8 @@ def compare(
 
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
-    one, was = _read(before, by, window, run)
-    other, now = _read(after, by, window, run)
+    one, was, missed_before = _read(before, by, window, run)
+    other, now, missed_after = _read(after, by, window, run)
     figures = [
         msgspec.structs.replace(was_figure, after=now_figure.before)
         for was_figure, now_figure in zip(_figures(one), _figures(other), strict=True)
@@ -125,31 +134,55 @@ def compare(
         verdicts=(one.verdict, other.verdict),
         settings=_setting_changes(one, other),
         figures=figures,
+        misses=_misses(missed_before, missed_after),
         findings=_findings(one, other),
         meanings=_meanings(one, other),
         groups=_groups(was, now),
     )
 
 
-def _read(paths: Sequence[Path], by: str, window: Window, run: Run) -> tuple[Audit, dict[str, SummaryRow]]:
-    """The audit of a trace, and its groups."""
+def _read(
+    paths: Sequence[Path], by: str, window: Window, run: Run
+) -> tuple[Audit, dict[str, SummaryRow], dict[str, float]]:
+    """The audit of a trace, its groups, and the share of prompt tokens that missed the caches by cause."""
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
+    from ..facts.misses import misses_by_group
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group
 
     columns = group_columns(by)
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True)) as found:
         compare_journals(found.audits)
-        groups = by_group(found, columns) if columns else {}
+        groups = by_group(found, columns)
+        missed = misses_by_group(found, groups, (), "")[()]
         rows = [summary_row(group_names(by, name), group) for name, group in groups.items() if name]
-        return Audit(found.audits), {row.group: row for row in rows}
+        prompts = missed.sums.figures["prompt_tokens"]
+        shares = {cause: tokens / prompts for cause, tokens in missed.tokens.items()} if prompts else {}
+        return Audit(found.audits), {row.group: row for row in rows}, shares
 
 
 def _groups(was: dict[str, SummaryRow], now: dict[str, SummaryRow]) -> list[GroupChange]:
     """The groups of both traces."""
     changes = [GroupChange(group=name, before=was.get(name), after=now.get(name)) for name in {**was, **now}]
     return sorted(changes, key=lambda change: (-_prompt(change.before) - _prompt(change.after), change.group))
+
+
+def _misses(before: dict[str, float], after: dict[str, float]) -> list[FigureChange]:
+    changes = [
+        FigureChange(
+            name=MISSES.get(cause, cause),
+            before=before.get(cause, 0.0),
+            after=after.get(cause, 0.0),
+            of=PROMPTS,
+        )
+        for cause in {**before, **after}
+    ]
+    return sorted(changes, key=lambda row: -abs(_rise(row)))
+
+
+def _rise(row: FigureChange) -> float:
+    return (row.after or 0.0) - (row.before or 0.0)
 
 
 def _prompt(row: SummaryRow | None) -> int:
@@ -164,9 +197,8 @@ def _figures(audit: Audit) -> Iterator[FigureChange]:
             whole = BY_NAME[figure.part_of]
             yield _figure(figure.words, share(totals.of(figure.name), totals.of(whole.name)), of=whole.words)
         elif figure.unit == MICROSECONDS:
-            name = f"{figure.words.removesuffix(f' {MICROSECONDS}')}, ms"
             mean = share(totals.of(figure.name), totals.first_tokens)
-            yield _figure(name, None if mean is None else mean / 1e3, per="request")
+            yield _figure(f"{figure.words}, ms", None if mean is None else mean / 1e3, per="request")
         else:
             yield _figure(figure.words, totals.of(figure.name))
     known = totals.requests - totals.unknown_requests
@@ -254,13 +286,14 @@ def as_csv(comparison: TraceComparison) -> str:
 
 
 def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
-    """Verdicts and the number of changes, then settings, findings and figures that changed.
+    """Verdicts and the number of changes, then settings, misses, findings and figures that changed.
 
     ``verbose`` adds unchanged figures.
     """
     return blocks(
         Group(*_answer(comparison)),
         _settings_table(comparison),
+        _misses_table(comparison, verbose),
         _findings_table(comparison),
         _figures_table(comparison, verbose),
         _groups_table(comparison),
@@ -274,6 +307,7 @@ def _answer(comparison: TraceComparison) -> Iterator[Text]:
     yield Text.assemble(("Verdict: ", "bold"), (verdicts, VERDICTS[after]))
     engines = [listed(names) for names in (comparison.before, comparison.after)]
     yield Text(f"Engine: {engines[0] if engines[0] == engines[1] else ' -> '.join(engines)}")
+    yield from _hits_changed(comparison)
     changed = sum(row.before != row.after for row in comparison.figures)
     findings = sum(before != after for before, after in comparison.findings.values())
     kinds = f"{findings} of {counted(len(comparison.findings), 'kind')} of finding changed"
@@ -282,6 +316,33 @@ def _answer(comparison: TraceComparison) -> Iterator[Text]:
         f"{settings} changed; {changed} of {counted(len(comparison.figures), 'figure')} changed; "
         f"{kinds if comparison.findings else 'no findings'}."
     )
+
+
+def _hits_changed(comparison: TraceComparison) -> Iterator[Text]:
+    """How the share of hits changed, and the cause of misses that changed most in the other direction.
+
+    Tokens that are computed again are misses, too, but their first source stays.
+    """
+    shares = {row.label: row for row in comparison.figures}
+    hits = [shares[f"{source}, of {PROMPTS}"] for source in (LOCAL, EXTERNAL)]
+    before, after = (sum(shown or 0.0 for shown in side) for side in zip(*map(_sides, hits), strict=True))
+    if abs(after - before) < HITS_CHANGED:
+        return
+    direction = 1 if after < before else -1
+    causes = [row for row in comparison.misses if direction * _rise(row) > 0]
+    fell, rose = ("fell", "rose") if after < before else ("rose", "fell")
+    most = ""
+    if causes:
+        most = f' Of the misses, "{causes[0].name}" {rose} most: {100 * _rise(causes[0]):+.1f} points.'
+    yield Text(f"Hits {fell} from {percent(before)} to {percent(after)} of {PROMPTS}.{most}")
+
+
+def _sides(row: FigureChange) -> tuple[float | None, float | None]:
+    return row.before, row.after
+
+
+def _misses_table(comparison: TraceComparison, verbose: bool) -> Table | None:
+    return _change_table(f"Misses, of {PROMPTS}", comparison.misses, verbose, lambda row: row.name)
 
 
 def _settings_table(comparison: TraceComparison) -> Table | None:
@@ -303,12 +364,18 @@ def _findings_table(comparison: TraceComparison) -> Table | None:
 
 
 def _figures_table(comparison: TraceComparison, verbose: bool) -> Table | None:
-    rows = [row for row in comparison.figures if verbose or row.before != row.after]
+    return _change_table("Figures", comparison.figures, verbose, lambda row: row.label)
+
+
+def _change_table(
+    heading: str, changes: Sequence[FigureChange], verbose: bool, name: Callable[[FigureChange], str]
+) -> Table | None:
+    rows = [row for row in changes if verbose or row.before != row.after]
     if not rows:
         return None
-    table = figures_table("Figures", "before", "after", "change")
+    table = figures_table(heading, "before", "after", "change")
     for row in rows:
-        table.add_row(Text(row.label), _shown(row.before, row), _shown(row.after, row), _change(row))
+        table.add_row(Text(name(row)), _shown(row.before, row), _shown(row.after, row), _change(row))
     return table
 
 

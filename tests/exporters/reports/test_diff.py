@@ -51,6 +51,33 @@ def test_changed_settings_come_first_and_what_names_an_engine_is_none(
     assert lines.index(["blocks", "100", "40"]) == lines.index(["Settings", "before", "after"]) + 1
 
 
+def test_a_fall_of_hits_names_the_cause_of_misses_that_rose_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = journals.write(tmp_path / "before", events(200, "A150+0 s50 o+ F"))
+    after = journals.write(tmp_path / "after", events(200, "A0+0 s160 o P A0+0 s200 o+ F"))
+
+    comparison = compare([before], [after])
+    terminal.show(render(comparison))
+
+    shares = [(row.name, row.before, row.after) for row in comparison.misses]
+    assert [("lost to preemption", 0.0, 0.8), ("never seen before, or not knowable", 0.25, 1.0)] == shares
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Hits fell from 75.0 % to 0.0 % of prompt tokens." in text
+    assert 'Of the misses, "lost to preemption" rose most: +80.0 points.' in text
+
+
+def test_hits_that_change_by_less_than_a_point_are_not_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = journals.write(tmp_path / "before", events(200, "A150+0 s50 o+ F"))
+    after = journals.write(tmp_path / "after", events(200, "A149+0 s51 o+ F"))
+
+    terminal.show(render(compare([before], [after])))
+
+    assert "Hits" not in capsys.readouterr().out
+
+
 def test_meanings_that_differ_between_releases_are_listed(tmp_path: Path) -> None:
     stream = events(10, "A0+0 s10 o+ F")
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
