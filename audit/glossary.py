@@ -84,6 +84,14 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "Column `waited, s` of `kvledger summary`.",
             ("waiting", "wait"),
         ),
+        Term(
+            "time to first token",
+            "The time from the arrival of a request in the scheduler to its first output. Each microsecond "
+            "has one cause: queued, remote load, ready, prefill, preempted, load failed, prefill again or "
+            "unattributed. vLLM's figure of this name also has the front end's share.",
+            "Line `Time to first token` of `kvledger show` and `kvledger summary`.",
+            ("ttft", "first token"),
+        ),
     ),
     "Contents": (
         Term(
