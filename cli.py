@@ -582,15 +582,15 @@ def report(
 @command(
     opt.FILES,
     "export /var/lib/kvledger -o tables",
+    "export /var/lib/kvledger -o tables --entries",
     "export /var/lib/kvledger -o tables --table requests --table lives",
     "export /var/lib/kvledger --format openmetrics -o history.om",
 )
 def export(
     paths: list[Path] = opt.PATHS,
     output: Path = option("--output -o DIR", "The folder to write.", ...),
-    table: list[str] | None = option(
-        "--table NAME", "Write only this table. Repeatable. The table of entries takes most time and space."
-    ),
+    table: list[str] | None = option("--table NAME", "Write only this table. Repeatable."),
+    entries: bool = option("--entries", "Write the table of entries, too. It takes most time and space."),
     format: str = option("--format FORMAT", "parquet or openmetrics.", "parquet"),
     interval: str = opt.INTERVAL,
     label: list[str] | None = option(
@@ -601,8 +601,8 @@ def export(
 ) -> None:
     """Write the tables of a trace as Parquet, or its metrics as OpenMetrics.
 
-    The tables are requests, lives, entries, violations and steps, and at level blocks stays and occupancy;
-    docs/tables.md lists their columns. They need the analysis extra: pip install 'kvledger[analysis]'.
+    The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
+    --entries also each entry of each account. docs/tables.md lists their columns. They need the analysis extra: pip install 'kvledger[analysis]'.
     With --format openmetrics, -o is a file for `promtool tsdb create-blocks-from openmetrics`, so that boards
     show the past.
     """
@@ -623,7 +623,9 @@ def export(
     from .exporters.trace.parquet import export as write_tables
 
     with read.journals(paths, local=True) as (places, window, _):
-        counts = write_tables(places, output, table or tuple(columns.TABLES), window)
+        usual = tuple(name for name in columns.TABLES if name != "entries")
+        wanted = (*(table or usual), *(("entries",) if entries else ()))
+        counts = write_tables(places, output, tuple(dict.fromkeys(wanted)), window)
     for name, count in counts.items():
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 

@@ -295,7 +295,7 @@ A request that ended is a row of `requests`; of a journal of level `blocks` each
 `admissions`, and what it did with the prefix cache are rows of `block_operations`.
 `kvledger query PATH "select ..."` asks {queried} in SQL (DuckDB's), also of journals that
 `kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
-{exported} as Parquet, one file per table;
+{exported} as Parquet, one file per table, `entries` only with `--entries`;
 `kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of
 `requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
 --percentiles missed` adds exact percentiles.

@@ -529,6 +529,18 @@ def test_export_prints_the_rows_of_each_file(run: Any, clean: Path, tmp_path: Pa
     assert f"{tmp_path}/tables/requests.parquet: 1 rows" in outcome.err.splitlines()
 
 
+def test_export_leaves_out_the_table_of_entries_unless_asked(run: Any, clean: Path, tmp_path: Path) -> None:
+    run("export", clean, "-o", tmp_path / "usual")
+    run("export", clean, "-o", tmp_path / "all", "--entries")
+    run("export", clean, "-o", tmp_path / "two", "--table", "requests", "--entries")
+
+    usual, whole, two = (
+        {path.stem for path in (tmp_path / name).iterdir()} for name in ("usual", "all", "two")
+    )
+    assert {"entries"} == whole - usual
+    assert {"requests", "entries"} == two
+
+
 def test_a_missing_extra_is_named(
     run: Any, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
