@@ -602,7 +602,8 @@ def export(
     """Write the tables of a trace as Parquet, or its metrics as OpenMetrics.
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
-    --entries also each entry of each account. docs/tables.md lists their columns. They need the analysis extra: pip install 'kvledger[analysis]'.
+    --entries also each entry of each account. docs/tables.md lists their columns. They need the analysis
+    extra: pip install 'kvledger[analysis]'.
     With --format openmetrics, -o is a file for `promtool tsdb create-blocks-from openmetrics`, so that boards
     show the past.
     """
