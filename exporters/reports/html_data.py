@@ -17,6 +17,7 @@ from .audit_data import AuditReport, report
 from .block_use import BlockUseReport, as_report
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .costs import CostReport
+from .first_token import FirstTokens
 from .html_about import about
 from .summary import SummaryRow, summary_row
 from .why import Why, explained
@@ -49,6 +50,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     why: Why
     series: Series
     waits: list[int]
+    first_token: FirstTokens
     preempted: list[MostPreempted]
     costs: CostReport
     block_use: BlockUseReport | None
@@ -97,6 +99,7 @@ def gather(
             why=why,
             series=together(curves(found)),
             waits=_waits(found),
+            first_token=FirstTokens.of(groups[()].figures),
             preempted=_most_preempted(found),
             block_use=None if not uses else as_report(sum(uses, BlockUse())),
             block_series=together(states),

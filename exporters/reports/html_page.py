@@ -23,6 +23,7 @@ from . import charts, costs
 from .audit_data import AuditReport, FindingData, share
 from .conclusions import SHOWN
 from .contents import sentences
+from .first_token import FirstTokens, shown
 from .html_blocks import block_section
 from .html_data import WAITS, PageData, gather
 from .summary import COLUMNS, cells
@@ -93,6 +94,7 @@ def html(data: PageData) -> str:
             loads=costs.load_cells(data.costs),
             models=list(costs.model_lines(data.costs)),
             waits=_waits(data.waits),
+            first_token=_first_token(data.first_token),
             preempted=_preempted(data),
             reconciliation=_reconciliation(report),
             journals=_journals(report),
@@ -120,6 +122,7 @@ def plots(data: PageData) -> dict[str, charts.Plot | list[charts.Bar]]:
         "block-states": blocks and blocks.states,
         "evictions": blocks and blocks.evictions,
         "waits": _waits(data.waits),
+        "first-token": _first_token(data.first_token),
     }
     return {name: chart for name, chart in found.items() if chart}
 
@@ -284,6 +287,15 @@ def _waits(counts: Sequence[int]) -> list[charts.Bar]:
     last = max(place for place, count in enumerate(counts) if count)
     rows = list(zip(names, counts, strict=True))[: last + 1]
     return charts.bars([(name, float(n), f"{percent(n / requests)}  {n:,}") for name, n in rows])
+
+
+def _first_token(found: FirstTokens) -> list[charts.Bar]:
+    """A bar for each cause, of its mean time."""
+    means = found.means()
+    whole = sum(spent for _, spent in means)
+    return charts.bars(
+        [(cause, spent, f"{percent(spent / whole)}  {shown(spent)}") for cause, spent in means]
+    )
 
 
 # --- tables ---------------------------------------------------------------------------------------------

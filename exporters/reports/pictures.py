@@ -31,6 +31,7 @@ TITLES = {
     "requests": "Running and waiting requests",
     "preemptions": "Preemptions over time",
     "misses": "Why prompt tokens missed the cache",
+    "first-token": "Mean time to first token by cause",
     "waits": "Requests by time spent waiting",
     "block-states": "Blocks by state over time",
     "evictions": "Evicted blocks over time",

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from ...audit.ledger.statements import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
-from . import audit_text, first_token, terminal
+from . import audit_text, terminal
 from .audit_data import finding
+from .first_token import FirstTokens
 
 FOLD = 3
 """The least number of consecutive repeated entries that become one line."""
@@ -56,7 +57,7 @@ def _answer(request: RequestStatement) -> Iterator[Text]:
     preemptions = terminal.counted(account.preemptions, "preemption")
     yield Text(f"Opened {request.when(account.added_at)}, {closed}{outcome}, {lives}, {preemptions}.")
     if account.first_token is not None:
-        yield Text(first_token.sentence(account.first_token, 1))
+        yield Text(FirstTokens(account.first_token).sentence())
     if account.unknown is not None:
         yield Text(f"Unknown: {account.unknown}. Figures are as far as seen.", style="yellow")
 

@@ -24,7 +24,7 @@ from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport
-from .first_token import sentence
+from .first_token import FirstTokens
 from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _answer(row: SummaryRow) -> Iterator[Text]:
     yield Text(f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting.")
     if row.first_tokens:
         spent = {cause: getattr(row, f"{cause}_microseconds") for cause in FIRST_TOKEN}
-        yield Text(sentence(spent, row.first_tokens))
+        yield Text(FirstTokens(spent, row.first_tokens).sentence())
     if row.prompt_tokens:
         hits = [
             part_of(tokens, row.prompt_tokens, name)

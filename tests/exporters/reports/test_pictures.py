@@ -17,7 +17,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.exporters.reports import pictures
 from kvledger.exporters.reports.html_data import PageData, gather
 
-NAMES = {"prompt-tokens", "hit-rate", "misses", "requests", "preemptions", "waits"}
+NAMES = {"prompt-tokens", "hit-rate", "misses", "requests", "preemptions", "waits", "first-token"}
 
 
 @pytest.fixture(scope="module")
