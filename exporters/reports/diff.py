@@ -178,7 +178,7 @@ def _misses(before: dict[str, float], after: dict[str, float]) -> list[FigureCha
         )
         for cause in {**before, **after}
     ]
-    return sorted(changes, key=lambda row: -abs(_rise(row)))
+    return sorted(changes, key=lambda row: (-abs(_rise(row)), row.name))
 
 
 def _rise(row: FigureChange) -> float:
