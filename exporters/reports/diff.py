@@ -235,12 +235,17 @@ def _engines(audit: Audit) -> list[str]:
 
 
 def _setting_changes(one: Audit, other: Audit) -> list[SettingChange]:
-    before, after = _settings(one), _settings(other)
     return [
-        SettingChange(setting=setting, before=before.get(setting, ""), after=after.get(setting, ""))
-        for setting in {**before, **after}
-        if before.get(setting) != after.get(setting)
+        SettingChange(setting=setting, before=before, after=after)
+        for setting, before, after in _changed(_settings(one), _settings(other))
     ]
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """What differs: name, before and after; "" where one side does not have it."""
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            yield name, before.get(name, ""), after.get(name, "")
 
 
 def _settings(audit: Audit) -> dict[str, str]:
@@ -261,11 +266,9 @@ def _findings(one: Audit, other: Audit) -> dict[str, tuple[int, int]]:
 
 
 def _meanings(one: Audit, other: Audit) -> list[MeaningChange]:
-    before, after = _meanings_of(one), _meanings_of(other)
     return [
-        MeaningChange(figure=figure, before=before.get(figure, ""), after=after.get(figure, ""))
-        for figure in {**before, **after}
-        if before.get(figure) != after.get(figure)
+        MeaningChange(figure=figure, before=before, after=after)
+        for figure, before, after in _changed(_meanings_of(one), _meanings_of(other))
     ]
 
 
