@@ -43,9 +43,10 @@ QUESTIONS = (
         "select quantile_disc(waited_microseconds / 1e6, [0.5, 0.95, 0.99]) as seconds from requests",
     ),
     Question(
-        "How long until the first output, by adapter?",
-        "select lora, quantile_disc(epoch(first_output_time - added_time), 0.95) as p95_seconds, count(*)"
-        " as requests from requests where first_output_time is not null group by lora",
+        "How long until the first output, and what share of it were requests queued, by adapter?",
+        "select lora, quantile_disc(first_token_microseconds / 1e6, 0.95) as p95_seconds, "
+        "sum(queued_microseconds) / sum(first_token_microseconds) as queued_share, count(*) as requests "
+        "from requests where first_token_microseconds is not null group by lora",
     ),
     Question(
         "Which tenant has most of the misses? (KVLEDGER_GROUP finds it in the request id.)",

@@ -196,8 +196,10 @@ def finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:
         found.request,
         found.life,
         found.step,
-        _began_us(audit) + found.at,
+        None if audit.began_seconds is None else _began_us(audit) + found.at,
         found.message,
+        found.tenant or None,
+        found.session or None,
     )
 
 

@@ -171,6 +171,10 @@ FINDINGS = (
     Column("step", "count", "step in which the finding was first seen"),
     Column("time", "time", "when the finding was first seen, in UTC"),
     Column("message", "text", "one sentence with the figures"),
+    Column(
+        "tenant", "text", "the request's KVLEDGER_GROUP, else the keyed hash of its salt; null: not known"
+    ),
+    Column("session", "text", "the streaming-input session that the request is; null: none"),
 )
 
 ADMISSIONS = (

@@ -18,7 +18,7 @@ from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window
 from kvledger.exporters.metrics import values
-from kvledger.exporters.reports import annotations, audit_text, html_page
+from kvledger.exporters.reports import annotations, audit_text, html_page, query
 from kvledger.exporters.reports.audit_data import findings_csv, report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.tail_lines import line
@@ -163,3 +163,17 @@ def test_a_csv_of_findings_has_the_victims_by_tenant_session_and_time(tmp_path: 
     assert {("acme", "request-0", "2023-11-14 22:13:20.000 UTC")} == {
         (row["tenant"], row["session"], row["when"]) for row in rows
     }
+
+
+def test_a_query_counts_the_victims_of_each_tenant_and_a_clean_trace_has_none(tmp_path: Path):
+    for tenant, local in (("acme", -128), ("best", -64)):
+        stream = journals.reported(events(200, journals.CLEAN), local=local, external=160, computed=168)
+        labels = RequestLabels(group=tenant)
+        write = [replace(each, labels=labels) if isinstance(each, RequestAdded) else each for each in stream]
+        journals.write(tmp_path / "bad" / tenant, write)
+    clean = journals.clean(tmp_path / "clean")
+    victims = "select tenant, count(distinct request_id) as requests from findings group by all order by 1"
+
+    found = query.as_csv(query.ask([tmp_path / "bad"], victims))
+    assert ["tenant,requests", "acme,1", "best,1"] == found.splitlines()
+    assert ["tenant,requests"] == query.as_csv(query.ask([clean], victims)).splitlines()
