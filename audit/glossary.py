@@ -86,8 +86,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "time to first token",
-            "The time from the arrival of a request in the scheduler to its first output, each microsecond with "
-            "one cause. vLLM's figure of this name also has the front end's share.",
+            "The time from the arrival of a request in the scheduler to its first output, each microsecond "
+            "with one cause. vLLM's figure of this name also has the front end's share.",
             "Line `Time to first token` of `kvledger show` and `kvledger summary`.",
             ("ttft", "first token"),
         ),
