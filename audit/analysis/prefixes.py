@@ -20,7 +20,7 @@ LOSSES_KEPT = 5
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """Content that was evicted and computed again. Seconds count from the engine's start."""
+    """Content that was evicted and computed again. Seconds are Unix time."""
 
     tokens: int
     evicted_seconds: float
@@ -162,9 +162,9 @@ class PrefixTrie:
         return [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
-                evicted_seconds=losses[0][0] / 1e6,
+                evicted_seconds=self._trace.began_seconds + losses[0][0] / 1e6,
                 evicted_for=self._request_id(losses[0][1]),
-                needed_seconds=needed_at / 1e6,
+                needed_seconds=self._trace.began_seconds + needed_at / 1e6,
                 needed_by=self._request_id(life),
             )
             for (needed_at, life), losses in sorted(needs.items())

@@ -66,7 +66,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 class Conclusion(NamedTuple):
-    """A sentence, and the share of all work or time that it is about, by which sentences are ranked."""
+    """A sentence, and the share of the engine's work that it is about, by which sentences are ranked."""
 
     weight: float
     text: str
@@ -224,7 +224,7 @@ def below_block(facts: Facts) -> Conclusion | None:
         return None
     size = f" of {facts.block_size}" if facts.block_size else ""
     return Conclusion(
-        _weight_of_misses(facts, causes.BELOW_BLOCK),
+        _share_of_work(facts, facts.misses[causes.BELOW_BLOCK]),
         f"{percent(part)} of missed tokens ({facts.misses[causes.BELOW_BLOCK]:,}) are below the block "
         f"size{size}: the prefix cache holds whole blocks only, so at most these could be hits with smaller "
         "blocks.",
@@ -237,7 +237,7 @@ def evicted(facts: Facts) -> Conclusion | None:
     if part is None:
         return None
     return Conclusion(
-        _weight_of_misses(facts, causes.EVICTED),
+        _share_of_work(facts, facts.misses[causes.EVICTED]),
         f"{percent(part)} of missed tokens ({facts.misses[causes.EVICTED]:,}) were in the prefix cache "
         "before and were evicted: at most these could be hits with more blocks.",
     )
@@ -268,7 +268,7 @@ def not_loaded(facts: Facts) -> Conclusion | None:
         return None
     cause = external_loss(max(lost, key=lambda name: lost[name]))
     return Conclusion(
-        tokens / max(1, facts.prompt_tokens, facts.promised),
+        _share_of_work(facts, tokens),
         f"{percent(part)} of the {counted(facts.promised, 'token')} that the connector promised were not "
         f"loaded ({tokens:,}; most frequent cause: {cause}).",
     )
@@ -291,7 +291,7 @@ def unattained(facts: Facts) -> Conclusion | None:
     if part is None or part < UNATTAINED_SHARE:
         return None
     return Conclusion(
-        part,
+        _share_of_work(facts, facts.unattained),
         f"{percent(part)} of prompt tokens ({facts.unattained:,}) had no KV when their request ended.",
     )
 
@@ -335,6 +335,6 @@ def _of_misses(facts: Facts, cause: str, least: float) -> float | None:
     return None if part is None or part < least else part
 
 
-def _weight_of_misses(facts: Facts, cause: str) -> float:
-    """The misses of a cause as a share of all prompt tokens."""
-    return facts.misses[cause] / max(facts.prompt_tokens, facts.missed)
+def _share_of_work(facts: Facts, tokens: int) -> float:
+    """Tokens as a share of scheduled tokens; where these are not known, of the prompt tokens."""
+    return tokens / max(1, facts.scheduled or max(facts.prompt_tokens, facts.missed, facts.promised))

@@ -12,6 +12,7 @@ from rich.text import Text
 from ...audit.analysis.prefixes import Prefix
 from ...audit.replay.block_traces import block_prefixes
 from ...audit.replay.parallel import Run, here, readable
+from ...audit.text import utc
 from ..csv_cells import csv_of
 from ..facts.kept_blocks import recorded_blocks, traces_at
 from .terminal import blocks, counted, figures_table, indented, title
@@ -101,13 +102,19 @@ def _table(shown: Sequence[Prefix]) -> Group | None:
 
 
 def _losses(shown: Sequence[Prefix]) -> Group | None:
+    """The last loss of each of the prefixes that lost most, by time."""
+    most = sorted(shown, key=lambda each: -each.lost_tokens)[:5]
+    losses = [(loss, each.label) for each in most for loss in each.last_losses[-1:]]
     lines = [
-        f"{loss.needed_seconds:,.1f} s: {loss.needed_by} computed {loss.tokens:,} tokens of {each.label} "
-        f"again, evicted at {loss.evicted_seconds:,.1f} s for {loss.evicted_for or 'no known request'}"
-        for each in sorted(shown, key=lambda each: -each.lost_tokens)[:5]
-        for loss in each.last_losses[-1:]
+        f"{_time(loss.needed_seconds)}: {loss.needed_by} computed {loss.tokens:,} tokens of {label} again, "
+        f"evicted at {_time(loss.evicted_seconds)} for {loss.evicted_for or 'no known request'}"
+        for loss, label in sorted(losses, key=lambda one: one[0].needed_seconds)
     ]
     return Group(title("Last losses"), *(indented(Text(line)) for line in lines)) if lines else None
+
+
+def _time(seconds: float) -> str:
+    return utc(seconds, milliseconds=True)
 
 
 def as_csv(result: Prefixes) -> str:

@@ -12,6 +12,8 @@ from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes
 
 SIZE = 16
 SECOND = 1_000_000
+STARTED = ev.EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "blocks", 4000, {})
+BEGAN = STARTED.began_seconds
 
 
 class Recording:
@@ -45,7 +47,7 @@ class Recording:
 
     def prefixes(self) -> dict[str, Prefix]:
         recorded = RecordedBlocks(Path("engine"))
-        recorded.feed(self.events)
+        recorded.feed([STARTED, *self.events])
         return {prefix.label: prefix for prefix in block_prefixes(recorded)[0]}
 
 
@@ -90,7 +92,7 @@ def test_evicted_content_that_is_computed_again_is_lost() -> None:
     assert (16, 16, 1) == (prefix.saved_tokens, prefix.lost_tokens, prefix.losses)
     [loss] = prefix.last_losses
     assert ("r1", "r2", 16) == (loss.evicted_for, loss.needed_by, loss.tokens)
-    assert 1.0 <= loss.evicted_seconds < loss.needed_seconds == 2.0
+    assert BEGAN + 1.0 <= loss.evicted_seconds < loss.needed_seconds == BEGAN + 2.0
     assert prefix.wait_seconds is not None and 0.9 < prefix.wait_seconds < 1.1
 
 

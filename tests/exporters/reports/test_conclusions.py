@@ -157,6 +157,18 @@ def test_the_heaviest_three_sentences_are_printed() -> None:
     assert ["Rejected drafts", "Work past the s", "Preemption for "] == [each[:15] for each in sentences]
 
 
+def test_misses_are_ranked_by_the_work_that_they_cost_and_not_by_the_prompts_length() -> None:
+    """Nine of ten prompt tokens were hits: half of the work were misses, a tenth was work done again."""
+    facts = Facts(
+        prompt_tokens=1000, scheduled=100, missed=100, misses={"evicted": 50}, rework={"blocks": 10}
+    )
+
+    first, second = conclusions(facts)
+
+    assert "were evicted" in first
+    assert second.startswith("Preemption")
+
+
 @pytest.mark.parametrize(
     ("avoidable", "more"),
     [
