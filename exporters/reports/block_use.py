@@ -16,7 +16,7 @@ from ..csv_cells import csv_of
 from ..facts.kept import journals_and_sessions
 from ..facts.kept_blocks import block_use as block_use_at
 from .audit_data import share
-from .terminal import blocks, counted, figures_table, listed, percent, title
+from .terminal import blocks, counted, decimal, figures_table, listed, percent, title
 
 NO_BLOCKS = "no journal here has block events, which KVLEDGER_LEVEL=blocks records"
 LEGEND = (
@@ -115,7 +115,7 @@ def spread_rows(use: BlockUseReport) -> list[tuple[str, ...]]:
 
 
 def _short(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+    return "" if number is None else f"{number:,.0f}" if number >= 100 else decimal(number, 2)
 
 
 def render(use: BlockUseReport) -> Group:

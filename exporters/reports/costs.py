@@ -29,7 +29,7 @@ from ...audit.analysis.step_times import StepSums
 from ...audit.causes import loss
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Lost, Steps
-from .terminal import counted, figures_table, indented, percent, title
+from .terminal import counted, decimal, figures_table, indented, percent, title
 
 LEGEND = (
     "Seconds are tokens times the time that a token takes in these steps, without the constant time of a "
@@ -266,7 +266,7 @@ def _delay(row: CostRow, seconds: float | None) -> str:
 
 
 def _loads_table(report: CostReport) -> Table:
-    table = figures_table("connector", "loads", "waited, s", "in vain, s", "saved, s", "not saved, s")
+    table = figures_table("connector", "loads", "waited", "in vain", "saved", "not saved")
     for label, *cells in load_cells(report):
         table.add_row(Text(label), *cells)
     return table
@@ -278,8 +278,8 @@ def load_cells(report: CostReport) -> list[tuple[str, ...]]:
         (
             row.connector,
             f"{row.asynchronous_loads:,}",
-            f"{row.waited_seconds:,.2f}",
-            f"{row.vain_seconds:,.2f}",
+            shown_seconds(row.waited_seconds),
+            shown_seconds(row.vain_seconds),
             shown_seconds(row.saved_seconds),
             shown_seconds(row.not_saved_seconds),
         )
@@ -302,13 +302,14 @@ def model_text(model: StepModel) -> str:
     if model.refused:
         return f"Seconds are unknown: {model.refused}."
     prices = [
-        f"{1e3 * coefficient.seconds:.3g} ms a {_UNITS[name]}"
+        f"{decimal(1e3 * coefficient.seconds, 3)} ms a {_UNITS[name]}"
         for name, coefficient in model.coefficients.items()
         if coefficient.seconds is not None and name in _UNITS
     ]
+    milliseconds = decimal(1e3 * (model.absolute_error_seconds or 0), 2)
     error = (
-        f"median error {percent(model.relative_error or 0)} ({1e3 * (model.absolute_error_seconds or 0):.2g} "
-        f"ms) on held-out steps, R² {model.r2 or 0:.3f}, {counted(model.observations, 'observation')}"
+        f"median error {percent(model.relative_error or 0)} ({milliseconds} ms) on held-out steps, "
+        f"R² {model.r2 or 0:.3f}, {counted(model.observations, 'observation')}"
     )
     return f"Model: {', '.join(prices)}; {error}."
 
@@ -322,12 +323,12 @@ _UNITS = {
 
 
 def shown_seconds(seconds: float | None) -> str:
-    """``12.34``, or that it is not known."""
+    """``12.345 s``, ``0.041 ms``, or that it is not known."""
     if seconds is None:
         return NOT_KNOWN
     if seconds >= 100:
-        return f"{seconds:,.1f}"
-    return f"{seconds:.3f}" if seconds >= 0.1 or not seconds else f"{seconds:.2g}"
+        return f"{seconds:,.1f} s"
+    return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{decimal(1e3 * seconds, 2)} ms"
 
 
 def counted_seconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import csv_of
-from .terminal import blocks, notes, plain_table
+from .terminal import blocks, decimal, notes, plain_table
 
 MOST_SHOWN = 1_000
 """The most rows that a terminal shows; json and csv have all."""
@@ -62,7 +62,7 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) else decimal(value, 6)
 
 
 def as_csv(answer: Answered) -> str:

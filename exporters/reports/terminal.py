@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
@@ -77,6 +78,11 @@ def _least_width(out: Console, part: RenderableType) -> int:
 def percent(share: float) -> str:
     """``41.1 %`` for 0.411."""
     return f"{100 * share:.1f} %"
+
+
+def decimal(number: float, digits: int) -> str:
+    """A number with so many significant digits and no exponent: ``0.000041``, ``1,200,000``."""
+    return f"{Decimal(f'{number:.{digits}g}'):,f}"
 
 
 def counted(n: int, noun: str) -> str:
