@@ -1014,8 +1014,9 @@ def bisect(
         "Only these, of the environments of a checkout; or names with commas between.",
     ),
     python: list[str] | None = option(
-        "--python [RELEASE=]INTERPRETER",
-        "A Python that has a vLLM, instead of the environments of a checkout. Repeatable.",
+        "--python [NAME=]INTERPRETER",
+        "A Python that has a vLLM, instead of the environments of a checkout. The name is a release or any "
+        "other. Repeatable.",
     ),
     jobs: int = option("--jobs -j N", "Releases at a time. Default: one per core."),
     format: str = opt.TEXT_OR_JSON,

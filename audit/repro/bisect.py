@@ -115,13 +115,19 @@ def run_file(file: Path, environment: Environment, limit: float = LIMIT_SECONDS)
 
 
 def given(words: Sequence[str]) -> list[Environment]:
-    """Environments from ``RELEASE=INTERPRETER`` or an interpreter alone, which is asked for its vLLM."""
+    """Environments from ``NAME=INTERPRETER`` or an interpreter alone.
+
+    A name that is no release stands beside the release of vLLM for which the interpreter is asked.
+    """
     environments = []
     for word in words:
-        release, equals, interpreter = word.partition("=")
-        if not equals or not parsed(release):
-            release, interpreter = "", word
-        environments.append(Environment(release or vllm_of(interpreter), (interpreter,)))
+        name, equals, interpreter = word.partition("=")
+        if not equals or "/" in name:
+            name, interpreter = "", word
+        release = name
+        if not parsed(name):
+            release = vllm_of(interpreter) + (f" ({name})" if name else "")
+        environments.append(Environment(release, (interpreter,)))
     return environments
 
 
@@ -151,7 +157,7 @@ def built(file: Path, releases: str = "") -> list[Environment]:
     if not script.is_file():
         raise LedgerError(
             "kvledger is installed without its repository, which has the environments of the releases; "
-            "give your own with --python RELEASE=INTERPRETER"
+            "give your own with --python NAME=INTERPRETER"
         )
     listed = subprocess.run([sys.executable, script, "list"], capture_output=True, text=True, check=True)
     names = [line.split()[0] for line in listed.stdout.splitlines() if " built " in line]

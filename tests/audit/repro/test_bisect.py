@@ -77,3 +77,28 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 def test_a_release_may_be_given_with_its_interpreter() -> None:
     assert given(["0.23.0=/old/bin/python"]) == [Environment("0.23.0", ("/old/bin/python",))]
+
+
+def test_an_interpreter_may_be_given_with_any_name(tmp_path: Path) -> None:
+    """The names stand beside the releases, by which the runs are ordered; equal releases stay in order."""
+    for name, release in ("old", "0.23.0"), ("new", "0.24.0"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {release}\n")
+        (tmp_path / name).chmod(0o755)
+    old, new = tmp_path / "old", tmp_path / "new"
+
+    found = given([f"bad={new}", f"good={old}", f"patched={old}"])
+
+    releases = ["0.24.0 (bad)", "0.23.0 (good)", "0.23.0 (patched)"]
+    assert releases == [each.release for each in found]
+    assert [(str(new),), (str(old),), (str(old),)] == [each.command for each in found]
+    file = tmp_path / "test_repro.py"
+    file.touch()
+    assert [*releases[1:], releases[0]] == [run.release for run in bisect(file, found).runs]
+
+
+def test_a_path_with_an_equals_sign_is_no_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    (folder / "python").write_text("#!/bin/sh\necho 0.23.0\n")
+    (folder / "python").chmod(0o755)
+    assert [Environment("0.23.0", (f"{folder}/python",))] == given([f"{folder}/python"])
