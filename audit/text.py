@@ -50,6 +50,11 @@ def salt_name(labels: ev.RequestLabels) -> str:
     return f"{labels.salt_class & (1 << 64) - 1:016x}" if labels.salt_class else ""
 
 
+def tenant_of(labels: ev.RequestLabels | None) -> str:
+    """The group of a request, else the class of its cache salt; "": not known."""
+    return "" if labels is None else labels.group or salt_name(labels)
+
+
 def cut_id(request_id: str) -> str:
     """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it."""
     if len(request_id) <= ID_CHARACTERS:

@@ -39,6 +39,8 @@ class FoundRequests(NamedTuple):
     """vLLM's ``kv_role`` of the engine; empty without a connector."""
     began: float = 0.0
     """Unix time from which the account's times count."""
+    tenant: str = ""
+    """Whom the request is for; empty: not known."""
 
 
 class CallRequest(NamedTuple):
@@ -49,6 +51,7 @@ class CallRequest(NamedTuple):
     engine: str = ""
     role: str = ""
     """:data:`PREFILL`, :data:`DECODE`, or empty."""
+    tenant: str = ""
 
     @property
     def local(self) -> int:
@@ -192,7 +195,7 @@ def _own_role(account: AccountStatement) -> str:
 
 
 def _request(part: Part, found: FoundRequests, role: str) -> CallRequest:
-    return CallRequest(part, found.account, found.engine, role)
+    return CallRequest(part, found.account, found.engine, role, found.tenant)
 
 
 def figures(requests: Iterable[CallRequest]) -> CallFigures:

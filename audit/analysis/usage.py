@@ -85,9 +85,16 @@ class CallIndex:
         self._others: dict[str, list[FoundRequests]] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
-    def add(self, account: AccountStatement, engine: str = "", kv_role: str = "", began: float = 0.0) -> None:
-        """Take an account of the trace, with what :class:`FoundRequests` has of its engine."""
-        found = FoundRequests(account, engine, kv_role, began)
+    def add(
+        self,
+        account: AccountStatement,
+        engine: str = "",
+        kv_role: str = "",
+        began: float = 0.0,
+        tenant: str = "",
+    ) -> None:
+        """Take an account of the trace, with what :class:`FoundRequests` has of it."""
+        found = FoundRequests(account, engine, kv_role, began, tenant)
         named = False
         call = ""
         for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
@@ -129,6 +136,59 @@ def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
             taken.add(_key(rows[-1].requests))
     left = [call for key, call in unlogged.items() if key not in taken]
     return Usage(rows, [*left, *index.others()])
+
+
+# --- differences ----------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Calls of one tenant that differ in one figure, for one cause, in one direction. Tokens.
+
+    ``tenant``: "" if not known. ``least`` and ``most``: what one call was told beyond the ledger.
+    """
+
+    tenant: str
+    figure: str
+    cause: str
+    sign: str
+    calls: int
+    told: int
+    settled: int
+    least: int
+    most: int
+
+
+NOT_CACHED = {"prompt-per-sample": "prompt", "aborted": "output"}
+"""The figure that a cause is about, of the causes that are not about cached tokens."""
+
+_FIGURES = {"prompt": "prompt_tokens", "cached": "cached", "output": "output_tokens"}
+"""The field of each figure, in what was told and in the ledger."""
+
+
+def differences(usage: Usage) -> list[Difference]:
+    """The differences of all calls, most tokens first."""
+    found: dict[tuple[str, str, str, str], list[tuple[int, int]]] = {}
+    for row in usage.calls:
+        for cause in row.causes:
+            figure = NOT_CACHED.get(cause, cause.removeprefix(f"{UNEXPLAINED} "))
+            figure = figure if figure in _FIGURES else "cached"
+            told, settled = getattr(row.told, _FIGURES[figure]), getattr(row.ledger, _FIGURES[figure])
+            if told is not None:
+                tenant = next((each.tenant for each in row.requests if each.tenant), "")
+                key = tenant, figure, cause, "+" if told > settled else "-"
+                found.setdefault(key, []).append((told, settled))
+    rows = [
+        Difference(
+            *key,
+            calls=len(pairs),
+            told=sum(told for told, _ in pairs),
+            settled=sum(settled for _, settled in pairs),
+            least=min((told - settled for told, settled in pairs), key=abs),
+            most=max((told - settled for told, settled in pairs), key=abs),
+        )
+        for key, pairs in found.items()
+    ]
+    return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:4]))
 
 
 def _key(call: Sequence[CallRequest]) -> str:

@@ -19,14 +19,17 @@ from ...audit.analysis.usage import (
     UNTRACED,
     VERDICTS,
     CallIndex,
+    Difference,
     Reconciled,
     Usage,
+    differences,
     reconcile,
 )
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
 from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
+from ...audit.text import tenant_of
 from ..csv_cells import csv_of
 from ..usage_logs import UsageLog
 from . import terminal
@@ -68,7 +71,8 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
         for account in each_account(audit):
             if index is None:
                 index = CallIndex(log.told, suffixed=audit.random_suffixes)
-            index.add(account.freeze(), audit.name, audit.kv_role, audit.began_seconds or 0.0)
+            began, tenant = audit.began_seconds or 0.0, tenant_of(account.labels)
+            index.add(account.freeze(), audit.name, audit.kv_role, began, tenant)
     return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
 
 
@@ -81,13 +85,14 @@ def verdict(result: Usage) -> str:
 
 
 def render(result: Usage, log: UsageLog, *, verbose: bool = False) -> Group:
-    """The sums by verdict and cause, then the calls that differ."""
+    """The sums by verdict and cause, tokens told and settled by tenant, then the calls that differ."""
     differ = [row for row in result.calls if row.verdict != EQUAL]
     shown = differ if verbose else differ[:SHOWN]
     left = len(differ) - len(shown)
     return terminal.blocks(
         Group(*_head(result, log)),
         _causes(result),
+        _differences(result),
         _calls(shown) if shown else None,
         Text(f"{left} more; -v prints them.", style="dim") if left else None,
     )
@@ -129,6 +134,32 @@ def _causes(result: Usage) -> Table | None:
     return table
 
 
+def _differences(result: Usage) -> Table | None:
+    found = differences(result)
+    if not found:
+        return None
+    table = terminal.plain_table(header=True)
+    for name in ("tenant", "cause", "figure"):
+        table.add_column(name, no_wrap=True)
+    for name in ("told", "ledger", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of a call")
+    for row in found:
+        style = "red" if row.cause.startswith(UNEXPLAINED) else ""
+        figures = (f"{row.told:,}", f"{row.settled:,}", f"{row.told - row.settled:+,}", of_a_call(row))
+        table.add_row(row.tenant or "-", row.cause, row.figure, *figures, style=style)
+    return table
+
+
+def of_a_call(row: Difference) -> str:
+    """``+16 in all 30``, or from the smallest to the largest difference of a call."""
+    if row.calls == 1:
+        return "1 call"
+    if row.least == row.most:
+        return f"{row.least:+,} in all {row.calls:,}"
+    return f"{row.least:+,} to {row.most:+,} in {row.calls:,}"
+
+
 def _calls(rows: Sequence[Reconciled]) -> Table:
     table = terminal.plain_table(header=True)
     table.add_column("call", no_wrap=True)
@@ -165,6 +196,7 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
         "verdict": verdict(result),
         "calls": {each: counts[each] for each in VERDICTS},
         "causes": dict(Counter(cause for row in result.calls for cause in row.causes)),
+        "differences": [row._asdict() for row in differences(result)],
         "unlogged": [
             {"call": call[0].part.call, "outcome": _outcome(call), "requests": len(call)}
             for call in result.unlogged

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.analysis.usage import CallIndex, Told, Usage, reconcile
+from kvledger.audit.analysis.usage import CallIndex, Told, Usage, differences, reconcile
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.ledger.statements import AccountStatement, Settlement
 
@@ -157,3 +157,32 @@ def test_a_transfer_that_is_told_as_hits_is_explained() -> None:
     index.add(account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True), "decode engine")
 
     assert ("transfer",) == reconcile([log], index).calls[0].causes
+
+
+def test_differences_are_summed_by_tenant_cause_and_sign() -> None:
+    """Calls of ``a`` are told 16 too much, one of ``b`` 3 too little and one 40 too much, ``c`` is equal."""
+    rows = [("a", 16, 0)] * 30 + [("b", -3, 0), ("b", 40, 0), ("c", 0, 0), ("", 0, 2)]
+    log = [
+        Told((f"cmpl-c{n}", f"c{n}"), PROMPT, 32 + cached, 5 + output, n)
+        for n, (_, cached, output) in enumerate(rows)
+    ]
+    index = CallIndex(log, suffixed=True)
+    for n, (tenant, _, _) in enumerate(rows):
+        index.add(account(f"cmpl-c{n}-0-0a1b2c3d", 32), tenant=tenant)
+
+    assert [
+        ("a", "cached", "unexplained cached", "+", 30, 1440, 960, 16, 16),
+        ("b", "cached", "unexplained cached", "+", 1, 72, 32, 40, 40),
+        ("b", "cached", "unexplained cached", "-", 1, 29, 32, -3, -3),
+        ("", "output", "unexplained output", "+", 1, 7, 5, 2, 2),
+    ] == differences(reconcile(log, index))
+
+
+def test_a_figure_that_nobody_was_told_is_no_difference_and_causes_have_their_figure() -> None:
+    def of(log: Told, *accounts: AccountStatement) -> list[tuple[Any, ...]]:
+        return [each[1:7] for each in differences(reconciled([log], *accounts))]
+
+    assert [] == of(told("cmpl-a", None), one(64))
+    assert [] == of(told("cmpl-a", 9), one(unknown="events are missing"))
+    assert [("prompt", "prompt-per-sample", "+", 1, 200, 100)] == of(told("cmpl-a", 0, 200, 10), *SAMPLES)
+    assert [("output", "aborted", "-", 1, 3, 5)] == of(told("cmpl-a", 0, output=3), one(outcome="aborted"))

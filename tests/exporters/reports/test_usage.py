@@ -1,0 +1,67 @@
+"""`kvledger usage`: tokens told and settled by tenant, cause and sign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from tests import journals
+from tests.command_line import exit_code
+from tests.histories import events
+
+from kvledger.audit.events import Event, RequestAdded, RequestLabels
+
+HISTORY = "A0+0 s200 o+ F"
+"""A prompt of 200 tokens, none of them cached."""
+
+
+def compared(folder: Path, cached: list[int], *words: str) -> int:
+    """The exit code of ``usage`` for a request of tenant ``acme`` for each cached figure that was told."""
+    lines = []
+    for number, told in enumerate(cached):
+        stream: list[Event] = []
+        for event in events(200, HISTORY):
+            if isinstance(event, RequestAdded):
+                labels = RequestLabels(group="acme")
+                event = replace(event, request_id=f"cmpl-c{number}-0-0a1b2c3d", labels=labels)
+            stream.append(event)
+        journals.write(folder / "journals" / f"engine-{number}", stream)
+        details = {"cached_tokens": told}
+        usage = {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}
+        lines.append(json.dumps({"id": f"cmpl-c{number}", "usage": usage}))
+    log = folder / "usage.jsonl"
+    log.write_text("\n".join(lines))
+    return exit_code("usage", folder / "journals", "--log", log, *words)
+
+
+def row(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("acme")]
+    return " ".join(line.split())
+
+
+def test_a_constant_offset_of_a_tenant_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == compared(tmp_path, [16, 16, 16])
+    assert "acme unexplained cached cached 48 0 +48 +16 in all 3" == row(capsys)
+
+    exit_code("usage", tmp_path / "journals", "--log", tmp_path / "usage.jsonl", "--format", "json")
+    (difference,) = json.loads(capsys.readouterr().out)["differences"]
+    assert ("acme", "+", 48, 0) == tuple(difference[name] for name in ("tenant", "sign", "told", "settled"))
+
+
+def test_differences_of_several_sizes_are_no_constant_offset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == compared(tmp_path, [16, 16, 17])
+    assert "acme unexplained cached cached 49 0 +49 +16 to +17 in 3" == row(capsys)
+
+
+def test_one_call_has_no_constant_offset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == compared(tmp_path, [16, 0])
+    assert "acme unexplained cached cached 16 0 +16 1 call" == row(capsys)
+
+
+def test_equal_calls_have_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == compared(tmp_path, [0, 0])
+    assert "acme" not in capsys.readouterr().out
