@@ -12,6 +12,8 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 _ESCAPED = re.compile(r"'+[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -46,3 +48,9 @@ def read_csv(text: str) -> tuple[Sequence[str], list[dict[str, str]]]:
         for row in table
     ]
     return table.fieldnames or (), rows
+
+
+def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
+    """CSV of structs of one ``kind``, one line each."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))

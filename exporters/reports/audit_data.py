@@ -7,7 +7,6 @@ unless the field says requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -342,12 +341,6 @@ def statement_data(statement: RequestStatement) -> dict[str, object]:
 def plain(data: object) -> Any:
     """Structs as dicts and lists."""
     return msgspec.to_builtins(data)
-
-
-def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
-    """CSV of structs of one ``kind``, one line each."""
-    names = [field.name for field in msgspec.structs.fields(kind)]
-    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
 
 
 FINDING_COLUMNS = (

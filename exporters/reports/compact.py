@@ -11,13 +11,12 @@ from rich.text import Text
 
 from ...audit.journal.catalogue import say
 from ...audit.replay.parallel import Run, here
+from ..csv_cells import structs_csv
 from ..facts.compact import LATER, Compacted, compact
 from ..facts.kept import is_session, journals_and_sessions
 from ..facts.retention import Retention
-from .audit_data import structs_csv
 from .listing import names_of
-from .terminal import blocks, counted, plain_table
-from .whatif import bytes_text
+from .terminal import blocks, bytes_text, counted, plain_table
 
 
 def compact_all(paths: Sequence[Path], *, keep: Retention | None = None, run: Run = here) -> list[Compacted]:

@@ -23,7 +23,8 @@ from ...audit.ledger.position_ranges import EXTERNAL, LOCAL
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from .audit_data import share, structs_csv
+from ..csv_cells import structs_csv
+from .audit_data import share
 from .costs import gathered, part
 from .summary import SummaryRow, summary_row
 from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title

@@ -14,12 +14,10 @@ from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.find import journals_at
-from ...audit.replay.journals import audit_paths
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
-from .audit_data import structs_csv
-from .terminal import blocks, counted, plain_table
-from .whatif import bytes_text
+from ..csv_cells import structs_csv
+from .terminal import blocks, bytes_text, counted, plain_table
 
 
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +49,8 @@ def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> 
     recordings = recordings_in(path.parent for path in found if not is_remote(path) and path not in paths)
     verdicts = list(run(_compacted_verdict, found))
     if audit:
+        from ...audit.replay.journals import audit_paths
+
         verdicts = [engine.verdict for engine in audit_paths(found, run=run).engines]
     rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
     rows += [_row(facts(path)) for path in recordings]

@@ -20,7 +20,8 @@ from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.parallel import is_remote
-from .audit_data import finding, share, structs_csv
+from ..csv_cells import structs_csv
+from .audit_data import finding, share
 from .tail_screen import GroupNow, LiveCounts, LiveTail, Now
 from .terminal import VERDICTS, console, counted, figures_table, percent
 

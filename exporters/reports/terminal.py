@@ -85,6 +85,14 @@ def decimal(number: float, digits: int) -> str:
     return f"{Decimal(f'{number:.{digits}g}'):,f}"
 
 
+def bytes_text(number: int) -> str:
+    """A number of bytes for a person."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return f"{number} B"
+
+
 def counted(n: int, noun: str) -> str:
     """1 request, 2 requests."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

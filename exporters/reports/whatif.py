@@ -33,12 +33,12 @@ from ...audit.journal.format import is_live
 from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
 from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
+from ..csv_cells import structs_csv
 from ..facts.kept_blocks import recorded_blocks, traces_at
 from ..files import whole
 from ..templating import environment
 from ..trace.groups import check_trace, trace_group
-from .audit_data import structs_csv
-from .terminal import blocks, counted, figures_table, indented, notes, percent, title
+from .terminal import blocks, bytes_text, counted, figures_table, indented, notes, percent, title
 from .whatif_chart import curve_chart
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -349,14 +349,6 @@ def _resets(one: WhatIf) -> Iterator[str]:
         f"{'One more' if row.resets else 'A'} reset of the cache half way would have cost "
         f"{row.one_more_lost_tokens:,} tokens of hits."
     )
-
-
-def bytes_text(number: int) -> str:
-    """A number of bytes for a person."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= unit:
-            return f"{number / unit:.4g} {name}"
-    return f"{number} B"
 
 
 def as_csv(report: WhatIfReport) -> str:

@@ -19,8 +19,8 @@ from ...audit.analysis.costs import MoreBlocks
 from ...audit.causes import MISSES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import csv_of
-from .audit_data import share, structs_csv
+from ..csv_cells import csv_of, structs_csv
+from .audit_data import share
 from .costs import FirstToken, ModelRow, model_row, model_text, money, part, shown_seconds
 from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
 

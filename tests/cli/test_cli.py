@@ -771,6 +771,22 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert "[]\n" == outcome.stdout
 
 
+def test_a_list_of_journals_imports_no_templates_and_no_simulation(clean: Path) -> None:
+    program = (
+        "import atexit, sys\n"
+        "from kvledger.cli import main\n"
+        "heavy = {'jinja2', 'kvledger.audit.analysis.cache_simulation', 'kvledger.audit.replay.journals'}\n"
+        "atexit.register(lambda: print(sorted(heavy & sys.modules.keys()), file=sys.stderr))\n"
+        "main()"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", program, "ls", str(clean)], capture_output=True, text=True, check=True
+    )
+
+    assert "1 journal" in outcome.stdout
+    assert "[]\n" == outcome.stderr
+
+
 def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
     program = (
         "import sys\n"
