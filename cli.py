@@ -508,6 +508,39 @@ def diff(
     return Report(result, partial(report.render, verbose=verbose), report.as_csv)
 
 
+@command(
+    opt.AUDIT,
+    "incident /var/lib/kvledger",
+    "incident /var/lib/kvledger --at 2026-01-31T12:00:00Z --against yesterday",
+    exit_codes=f"{opt.AUDIT_CODES}.",
+)
+def incident(
+    paths: list[Path] = opt.PATHS,
+    at: str = option("--at TIME", "When the alarm came. Default: now."),
+    since: str = option("--since TIME", "When it began: an ISO time, or an age before --at.", "30m"),
+    against: str = option(
+        "--against before|yesterday|PATH",
+        "What to compare with: the day before, the same time yesterday, or other journals.",
+        "before",
+    ),
+    verbose: bool = option("--verbose -v", "Print all causes, and figures that did not change."),
+    format: str = opt.TEXT,
+    read: Reading = JOBS,
+) -> Report:
+    """Name the likeliest cause of an alarm: what changed since a time before.
+
+    Prints the cause with what helps now and the command to run next, what became worse for users, and what
+    changed: settings, traffic, hits, first tokens, findings. The exit code is that of the verdict.
+    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    """
+    from .exporters.reports import incident as report
+
+    with read.journals(paths) as (places, _, run):
+        found = report.incident(places, at=at, since=since, against=against, run=run)
+    code = CODES[found.verdicts[1]]
+    return Report(found, partial(report.render, verbose=verbose), report.as_csv, code=code)
+
+
 @command(opt.AUDIT, "explain", "explain tokens/negative", "explain admission")
 def explain(
     name: str = argument(

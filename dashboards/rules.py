@@ -289,7 +289,8 @@ ALERTS: tuple[Alert, ...] = (
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the work of {{ $labels.engine }} is rework",
-        "Tokens are computed again because their KV was discarded. The board Tokens shows the cause. "
+        "`kvledger incident JOURNALS` names what changed. Tokens are computed again because their KV was "
+        "discarded. The board Tokens shows the cause. "
         "`blocks` means preemptions: give the engine more KV-cache blocks, run fewer or shorter sequences "
         "at once, or add a connector that keeps preempted KV. `load_failed` means that the external "
         "store fails.",
@@ -302,9 +303,10 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "The caches gave {{ $value | humanizePercentage }} of the prompt tokens of {{ $labels.model_name "
         "}} in the last hour, less than 70 % of the same hour yesterday",
-        "`kvledger diff YESTERDAY TODAY` begins with the settings that changed; `kvledger why` has the "
-        "causes of the misses, `--by group` for whom. A smaller pool evicts more, a new release or "
-        "connector may hit by another rule, and a prompt that begins with a time or an id is never hit.",
+        "`kvledger incident JOURNALS --since 1h --against yesterday` names the likeliest cause and what to "
+        "run next; `kvledger why --by group` has the causes of the misses, and whose. A smaller pool "
+        "evicts more, a new release or connector may hit by another rule, and a prompt that begins with "
+        "a time or an id is never hit.",
     ),
     Alert(
         "KvledgerPreemptedRequests",
@@ -312,9 +314,9 @@ ALERTS: tuple[Alert, ...] = (
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.engine }} were preempted",
-        "`kvledger summary JOURNAL` says what the preemptions cost, and how many more blocks would have "
-        "avoided them. Give the engine more KV-cache blocks, or let fewer or shorter sequences run at "
-        "once.",
+        "`kvledger incident JOURNALS` names what changed; `kvledger summary JOURNALS` says what the "
+        "preemptions cost, and how many more blocks would have avoided them. Give the engine more "
+        "KV-cache blocks, or let fewer or shorter sequences run at once.",
     ),
     Alert(
         "KvledgerFirstTokenSlow",
@@ -323,10 +325,10 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "Before their first token, requests of {{ $labels.engine }} spend {{ $value | humanizeDuration }}"
         " on average: {{ $labels.cause }}",
-        "`kvledger summary JOURNAL --since 1h` has the time to first token by cause. `queued`: the engine"
-        " has more requests than it admits. `preempted` and `prefill_again`: it has too few blocks. "
-        "`remote_load` and `load_failed`: the connector's store is slow or fails. `ready`: loads end "
-        "sooner than steps have room.",
+        "`kvledger incident JOURNALS` names what changed; `kvledger summary JOURNALS --since 1h` has the "
+        "time to first token by cause. `queued`: the engine has more requests than it admits. "
+        "`preempted` and `prefill_again`: it has too few blocks. `remote_load` and `load_failed`: the "
+        "connector's store is slow or fails. `ready`: loads end sooner than steps have room.",
     ),
     Alert(
         "KvledgerPromisedTokensVoid",

@@ -99,13 +99,14 @@ def window(since: str = "", until: str = "", now: float | None = None) -> Window
     :class:`LedgerError`.
     """
     now = time.time() if now is None else now
-    parsed = Window(_instant(since, now), _instant(until, now))
+    parsed = Window(instant(since, now), instant(until, now))
     if parsed.since is not None and parsed.until is not None and parsed.since >= parsed.until:
         raise LedgerError(f"Nothing lies between --since {since} and --until {until}.")
     return parsed
 
 
-def _instant(words: str, now: float) -> float | None:
+def instant(words: str, now: float) -> float | None:
+    """The Unix time that a user typed; None for no words. Raises :class:`LedgerError`."""
     if not words:
         return None
     relative = _RELATIVE.fullmatch(words)

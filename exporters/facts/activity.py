@@ -1,4 +1,4 @@
-"""What an engine did over time: requests running and waiting, and preemptions.
+"""What an engine did over time: requests running and waiting, preemptions, and resets of its prefix cache.
 
 The figures are kept in a :class:`~kvledger.exporters.trace.time_series.Series`, and are rows of ``activity``
 when the journal was read.
@@ -25,7 +25,7 @@ class Activity:
 
     def __init__(self, audit: EngineAudit) -> None:
         self.series = Series()
-        """Requests and preemptions."""
+        """Requests, preemptions and resets."""
         self.at_cut: CountsState = (0, [])
         self._audit = audit
         """The audit that reads the journal; it knows the clock and the window."""
@@ -52,11 +52,14 @@ class Activity:
         began = self._audit.began_seconds or 0.0
         holds = self._audit.window.holds
         for event in events:
-            if self._counts.feed(event) and holds(wall := began + event.at / 1e6):
+            changed, reset = self._counts.feed(event), isinstance(event, ev.CacheReset) and event.succeeded
+            if (changed or reset) and holds(wall := began + event.at / 1e6):
                 levels = (self._counts.running, self._counts.waiting)
                 self.series.level(wall, dict(zip(LEVELS, levels, strict=True)))
                 if isinstance(event, ev.Preempted):
                     self.series.count(wall, "preemptions")
+                if reset:
+                    self.series.count(wall, "resets")
 
 
 def activity_rows(engine: str, journal: str, series: Series) -> Iterator[Row]:
@@ -71,4 +74,5 @@ def activity_rows(engine: str, journal: str, series: Series) -> Iterator[Row]:
             round(width * 1_000_000 / TICKS),
             *(levels.get(name) for name in LEVELS),
             counts.get("preemptions", 0),
+            counts.get("resets", 0),
         )

@@ -159,6 +159,7 @@ ACTIVITY = (
     Column("running", "count", "requests that ran at its end; null: nothing changed in it"),
     Column("waiting", "count", "requests in the engine that did not run at its end"),
     Column("preemptions", "count", "number of preemptions in it"),
+    Column("resets", "count", "number of resets of the prefix cache in it"),
 )
 
 FINDINGS = (

@@ -133,7 +133,7 @@ def compare(
         before=_engines(one),
         after=_engines(other),
         verdicts=(one.verdict, other.verdict),
-        settings=_setting_changes(one, other),
+        settings=setting_changes(one, other),
         figures=figures,
         misses=_misses(missed_before, missed_after),
         findings=_findings(one, other),
@@ -235,7 +235,8 @@ def _engines(audit: Audit) -> list[str]:
     return sorted(dict.fromkeys(names))
 
 
-def _setting_changes(one: Audit, other: Audit) -> list[SettingChange]:
+def setting_changes(one: Audit, other: Audit) -> list[SettingChange]:
+    """The settings that the engines of two audits have differently."""
     return [
         SettingChange(setting=setting, before=before, after=after)
         for setting, before, after in _changed(_settings(one), _settings(other))
@@ -296,7 +297,7 @@ def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
     """
     return blocks(
         Group(*_answer(comparison)),
-        _settings_table(comparison),
+        settings_table(comparison.settings),
         _misses_table(comparison, verbose),
         _findings_table(comparison),
         _figures_table(comparison, verbose),
@@ -346,14 +347,15 @@ def _sides(row: FigureChange) -> tuple[float | None, float | None]:
 
 
 def _misses_table(comparison: TraceComparison, verbose: bool) -> Table | None:
-    return _change_table(f"Misses, of {PROMPTS}", comparison.misses, verbose, lambda row: row.name)
+    return change_table(f"Misses, of {PROMPTS}", comparison.misses, verbose, lambda row: row.name)
 
 
-def _settings_table(comparison: TraceComparison) -> Table | None:
-    if not comparison.settings:
+def settings_table(changes: Sequence[SettingChange]) -> Table | None:
+    """The settings of engines, before and after; None if none changed."""
+    if not changes:
         return None
     table = figures_table("Settings", "before", "after")
-    for row in comparison.settings:
+    for row in changes:
         table.add_row(Text(row.setting), row.before or "-", row.after or "-")
     return table
 
@@ -368,12 +370,13 @@ def _findings_table(comparison: TraceComparison) -> Table | None:
 
 
 def _figures_table(comparison: TraceComparison, verbose: bool) -> Table | None:
-    return _change_table("Figures", comparison.figures, verbose, lambda row: row.label)
+    return change_table("Figures", comparison.figures, verbose, lambda row: row.label)
 
 
-def _change_table(
+def change_table(
     heading: str, changes: Sequence[FigureChange], verbose: bool, name: Callable[[FigureChange], str]
 ) -> Table | None:
+    """The figures that changed, or all if ``verbose``; None where there is none."""
     rows = [row for row in changes if verbose or row.before != row.after]
     if not rows:
         return None

@@ -1,0 +1,189 @@
+"""One side of a comparison: what requests, engines and findings of a time amount to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...audit.analysis.step_model import FEATURES, StepModel
+from ...audit.analysis.step_times import Work
+from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journals import Audit, compare_journals
+from ...audit.replay.observers import Steps
+from ...audit.replay.parallel import Run
+from ...audit.replay.windows import Window
+from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_SALT
+from .dataset import facts
+from .groups import KEYS, as_text
+from .misses import misses_by_group
+from .replayed import Wanted
+from .sums import Group, GroupSums, by_group
+from .tables import Facts
+
+Figures = Mapping[str, int]
+"""Sums of figures by the figure's name."""
+
+UNLABELLED = (NO_GROUP, NO_SALT, NO_ADAPTER)
+
+TENANT, ADAPTER, PRIORITY = "tenant", "adapter", "priority"
+LABELS = (TENANT, ADAPTER, PRIORITY)
+
+
+class Side(msgspec.Struct, kw_only=True):
+    """What the requests that ended in a time, and the engines that served them, amount to.
+
+    ``seconds``: from the first end of a request to the last; None: not known. ``labels``: figures by kind of
+    label, then by its value. ``by_engine``: requests by tenant and journal. ``findings``: number of findings
+    by invariant. ``started``: engines that started in the window. ``resets``: of prefix caches.
+    """
+
+    audit: Audit
+    seconds: float | None = None
+    figures: Figures = {}
+    voided: Mapping[str, int] = {}
+    """Promised tokens that were not loaded, by cause."""
+    rework: Mapping[str, int] = {}
+    missed: Mapping[str, int] = {}
+    labels: Mapping[str, Mapping[str, Figures]] = {}
+    by_engine: Mapping[tuple[str, str], int] = {}
+    outcomes: Mapping[str, int] = {}
+    first_token_p95: float | None = None
+    """Seconds."""
+    findings: Mapping[str, int] = {}
+    raised: int = 0
+    """Exceptions of engines."""
+    started: int = 0
+    engines: int = 0
+    resets: int = 0
+    work: Work = Work()
+    busy_us: int = 0
+    models: Sequence[StepModel] = ()
+    levels: Sequence[str] = ()
+
+    def of(self, figure: str) -> int:
+        """The sum of a figure."""
+        return self.figures.get(figure, 0)
+
+    def share(self, figure: str, whole: str) -> float | None:
+        """A figure as a part of another; None where that is 0."""
+        return ratio(self.of(figure), self.of(whole))
+
+    @property
+    def requests(self) -> int:
+        """Requests whose figures are known."""
+        return self.of("requests") - self.of("unknown_requests")
+
+    @property
+    def hits(self) -> float | None:
+        """The share of prompt tokens that were hit or loaded."""
+        return ratio(self.of("local") + self.of("external"), self.of("prompt_tokens"))
+
+    @property
+    def rate(self) -> float | None:
+        """Requests a second."""
+        return ratio(self.of("requests"), self.seconds)
+
+    def mean(self, figure: str, of: str = "requests") -> float | None:
+        """A figure per request."""
+        return ratio(self.of(figure), self.requests if of == "requests" else self.of(of))
+
+    def predicted_us(self, model: StepModel) -> float:
+        """How long the work of this side takes by a model of step time, in microseconds."""
+        return sum(
+            1e6 * (coefficient.seconds or 0.0) * amount
+            for name, amount in zip(FEATURES, self.work, strict=True)
+            if (coefficient := model.coefficients.get(name)) is not None
+        )
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """A part of a whole; None where either is not known, or the whole is 0."""
+    return part / whole if part is not None and whole else None
+
+
+def side_at(paths: Sequence[Path], window: Window, run: Run) -> Side:
+    """The side of the requests at ``paths`` that ended in ``window``. Raises LedgerError."""
+    with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
+        compare_journals(found.audits)
+        groups = by_group(found, ())
+        everything = groups[()]
+        served = {name for group in by_group(found, [as_text("journal")]) for name in group}
+        audits = list(zip(found.audits, found.engines, strict=True))
+        engines = [
+            audit for audit, engine in audits if engine.journal in served or _started(audit, window)
+        ] or [audit for audit, _ in audits if _ran(audit, window)]
+        missed = misses_by_group(found, groups, (), "")[()].tokens
+        totals = everything.totals
+        steps = [audit.of(Steps) for audit in engines]
+        seconds, resets, first_token_p95 = _times(found)
+        side = Side(
+            audit=Audit(engines),
+            seconds=seconds,
+            figures=everything.figures,
+            voided=dict(totals.voided),
+            rework=dict(totals.rework),
+            missed=missed,
+            labels=_labels(found),
+            by_engine=_by_engine(found),
+            outcomes=_requests(by_group(found, [KEYS["outcome"]])),
+            first_token_p95=first_token_p95,
+            started=sum(_started(audit, window) for audit in engines) if window.since is not None else 0,
+            engines=len(engines),
+            resets=resets,
+            work=sum((each.sums.work for each in steps), Work()),
+            busy_us=sum(each.sums.busy_us for each in steps),
+            models=[each.model for each in steps if not each.model.refused],
+            levels=sorted({audit.engine.level for audit in engines if audit.engine}),
+        )
+    side.findings = Counter({row.id: row.findings for row in side.audit.found})
+    return side
+
+
+def _ran(audit: EngineAudit, window: Window) -> bool:
+    began = audit.began_seconds
+    return began is not None and window.touches(began, began + audit.last_at / 1e6)
+
+
+def _started(audit: EngineAudit, window: Window) -> bool:
+    return audit.began_seconds is not None and window.holds(audit.began_seconds)
+
+
+def _times(facts: Facts) -> tuple[float | None, int, float | None]:
+    """Seconds from the first end to the last, resets, and the 95th percentile of the time to first token."""
+    [(resets,)] = facts.rows("SELECT coalesce(sum(resets), 0) FROM activity")
+    if facts.gone:
+        return None, int(resets), None
+    [(seconds, first_token)] = facts.rows(
+        "SELECT (epoch_us(max(closed_time)) - epoch_us(min(closed_time))) / 1e6, "
+        "quantile_disc(first_token_microseconds / 1e6, 0.95) FROM requests"
+    )
+    return seconds, int(resets), first_token
+
+
+def _tenant(facts: Facts) -> str:
+    """The group of a request, else its salt, of which no sums by the hour are kept."""
+    if facts.gone:
+        return KEYS["group"]
+    return f"coalesce(request_group, salt, '{NO_GROUP}')"
+
+
+def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:
+    columns = {TENANT: _tenant(facts), ADAPTER: KEYS["lora"]}
+    if not facts.gone:
+        columns[PRIORITY] = KEYS["priority"]
+    return {
+        label: {group[0]: sums.figures for group, sums in by_group(facts, [column]).items() if group}
+        for label, column in columns.items()
+    }
+
+
+def _by_engine(facts: Facts) -> dict[tuple[str, str], int]:
+    found = by_group(facts, [_tenant(facts), as_text("journal")])
+    return {(group[0], group[1]): sums.figures["requests"] for group, sums in found.items() if group}
+
+
+def _requests(groups: Mapping[Group, GroupSums]) -> dict[str, int]:
+    return {group[0]: sums.figures["requests"] for group, sums in groups.items() if group}

@@ -1,0 +1,233 @@
+"""`kvledger incident`: planted incidents are named first, and quiet traffic has no cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from tests.command_line import exit_code
+from tests.incidents.planted import CONTROLS, PLANTED, Incident
+
+from kvledger.audit import causes
+from kvledger.audit.analysis.step_times import Work
+from kvledger.audit.replay.journals import Audit
+from kvledger.exporters.facts.sides import ADAPTER, PRIORITY, TENANT, Side
+from kvledger.exporters.reports.diff import SettingChange
+from kvledger.exporters.reports.incident import NOTHING, incident
+from kvledger.exporters.reports.incident_rules import RULES, Change, felt, likeliest
+
+
+@pytest.fixture(autouse=True)
+def tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEDGER_GROUP", "^([a-z]+)-")
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_the_first_sentence_names_the_planted_cause(planted: Incident, tmp_path: Path) -> None:
+    found = incident([planted.write(tmp_path)], since=planted.since)
+
+    assert planted.cause == found.causes[0].name
+    assert planted.says in found.causes[0].text
+
+
+@pytest.mark.parametrize("quiet", CONTROLS.values(), ids=CONTROLS)
+def test_nothing_changed_in_quiet_traffic(quiet: Incident, tmp_path: Path) -> None:
+    found = incident([quiet.write(tmp_path)], since=quiet.since)
+
+    assert ([], []) == ([cause.name for cause in found.causes], found.felt)
+
+
+# --- each rule from both sides --------------------------------------------------------------------------
+
+REQUESTS = 100
+FIGURES = {
+    "requests": REQUESTS,
+    "prompt_tokens": 10_000,
+    "local": 8_000,
+    "scheduled": 4_000,
+    "rejected": 100,
+    "promised": 2_000,
+    "voided": 20,
+    "first_output": 1_000,
+    "first_tokens": REQUESTS,
+    "first_token_microseconds": REQUESTS * 20_000,
+}
+WORK = Work(steps=1_000, prefill_tokens=2_000, decode_requests=1_000)
+TENANTS = {name: {"requests": 25, "local": 2_000, "external": 0, "prompt_tokens": 2_500} for name in "abcd"}
+SIDE = Side(
+    audit=Audit([]),
+    seconds=100.0,
+    figures=FIGURES,
+    missed={causes.NOT_KNOWABLE: 1_000, causes.EVICTED: 1_000},
+    labels={
+        TENANT: TENANTS,
+        ADAPTER: {"sql": {"requests": 50, "local": 0, "external": 0, "prompt_tokens": 0}},
+        PRIORITY: {
+            name: {"requests": 50, "first_tokens": 50, "queued_microseconds": 50 * 4_000} for name in "05"
+        },
+    },
+    by_engine={(tenant, f"engine-{tenant}"): 25 for tenant in "abcd"},
+    outcomes={"stopped": 95, "aborted": 5},
+    engines=2,
+    work=WORK,
+    busy_us=4_000_000,
+    levels=["blocks"],
+)
+
+
+def figures(**more: int) -> Side:
+    return replace(SIDE, figures={**FIGURES, **more})
+
+
+def hits(local: int, **more: object) -> Side:
+    return replace(figures(local=local), **more)
+
+
+def queued(late: int) -> Side:
+    waits = {"0": 50 * 4_000, "5": 50 * late}
+    rows = {
+        name: {"requests": 50, "first_tokens": 50, "queued_microseconds": us} for name, us in waits.items()
+    }
+    return replace(SIDE, labels={**SIDE.labels, PRIORITY: rows})
+
+
+def tenant_sends(requests: int) -> Side:
+    rows = {**TENANTS, "a": {**TENANTS["a"], "requests": requests}}
+    return replace(figures(requests=75 + requests), labels={**SIDE.labels, TENANT: rows})
+
+
+def adapter(name: str, requests: int) -> Side:
+    rows = {name: {"requests": requests, "local": 0, "external": 0, "prompt_tokens": 0}}
+    return replace(SIDE, labels={**SIDE.labels, ADAPTER: {**SIDE.labels[ADAPTER], **rows}})
+
+
+def missed(not_seen: int, evicted: int) -> Side:
+    return hits(10_000 - not_seen - evicted, missed={causes.NOT_KNOWABLE: not_seen, causes.EVICTED: evicted})
+
+
+def found(id: str, number: int) -> Side:
+    return replace(SIDE, findings={id: number})
+
+
+def spread(here: int) -> dict[tuple[str, str], int]:
+    return {("a", "one"): here, ("a", "two"): 100 - here}
+
+
+BOTH_SIDES = {
+    "wrong-kv": (found("blocks/read-invalid", 1), found("metrics/prompt-missing", 50)),
+    "no-progress": (found("requests/standstill", 1), found("metrics/prompt-missing", 50)),
+    "violations": (found("tokens/negative", 3), found("metrics/prompt-missing", 50)),
+    "events-lost": (found("events/gap", 2), SIDE),
+    "restart": (hits(7_000, started=1), hits(8_000, started=1)),
+    "resets": (hits(7_000, resets=2), replace(SIDE, resets=2)),
+    "loads-fail": (
+        replace(figures(voided=200), voided={causes.FAILED: 200}),
+        replace(figures(voided=200), voided={causes.PREEMPTED: 200}),
+    ),
+    "store-lost": (figures(promised=500), figures(promised=1_600)),
+    "drafts-rejected": (figures(rejected=400), figures(rejected=200)),
+    "flood": (tenant_sends(90), tenant_sends(50)),
+    "new-adapter": (adapter("sql-2", 20), adapter("sql-2", 5)),
+    "traffic": (replace(SIDE, seconds=60.0), replace(SIDE, seconds=80.0)),
+    "longer-prompts": (
+        figures(prompt_tokens=16_000, local=12_800),
+        figures(prompt_tokens=12_000, local=9_600),
+    ),
+    "longer-outputs": (figures(first_output=1_600), figures(first_output=1_200)),
+    "routing": (hits(7_000, by_engine=spread(50)), replace(SIDE, by_engine=spread(50))),
+    "slow-steps": (replace(SIDE, busy_us=6_000_000), replace(SIDE, busy_us=4_400_000)),
+    "starved": (queued(50_000), queued(6_000)),
+    "prefix": (missed(3_000, 1_000), missed(1_200, 1_000)),
+    "evicted": (missed(1_000, 3_000), missed(1_000, 1_200)),
+    "preempted": (figures(preemptions=20), figures(preemptions=4)),
+    "aborted": (replace(SIDE, outcomes={"aborted": 20}), replace(SIDE, outcomes={"aborted": 8})),
+}
+
+
+def named(after: Side, before: Side = SIDE, settings: tuple[SettingChange, ...] = ()) -> list[str]:
+    return [cause.name for cause in likeliest(Change(before=before, after=after, settings=settings))]
+
+
+@pytest.mark.parametrize("cause", BOTH_SIDES)
+def test_a_cause_is_named_and_nothing_just_below(cause: str) -> None:
+    after, near_miss = BOTH_SIDES[cause]
+
+    assert cause in named(after)
+    assert cause not in named(near_miss)
+
+
+def test_every_rule_is_tested_from_both_sides() -> None:
+    assert [] == named(SIDE)
+    assert len(RULES) == len(BOTH_SIDES) + len(["settings"])
+
+
+def test_settings_that_serve_no_request_differently_are_no_cause() -> None:
+    assert ["settings"] == named(SIDE, settings=(SettingChange(setting="blocks", before="9", after="5"),))
+    assert [] == named(SIDE, settings=(SettingChange(setting="level", before="tokens", after="blocks"),))
+
+
+def test_a_finding_that_was_as_frequent_before_is_not_new() -> None:
+    assert [] == named(found("tokens/negative", 3), before=found("tokens/negative", 3))
+    assert ["violations"] == named(found("tokens/negative", 9), before=found("tokens/negative", 3))
+
+
+def test_few_requests_conclude_nothing_from_means() -> None:
+    few = replace(figures(requests=19, preemptions=19, local=0), seconds=1.0, outcomes={"aborted": 19})
+    assert [] == named(few)
+    assert [] == felt(Change(before=SIDE, after=few))
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_cause_first_and_what_to_run_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = PLANTED["pool cut"]
+    folder = planted.write(tmp_path)
+
+    assert 0 == exit_code("incident", folder, "--since", planted.since)
+    lines = capsys.readouterr().out.splitlines()
+    assert "Verdict: clean" == lines[0]
+    assert "Likeliest cause: Engines run with other settings: blocks from 400 to 60." == lines[1]
+    assert lines[3].startswith("  Next: kvledger why ")
+
+    assert 0 == exit_code("incident", folder, "--since", planted.since, "--format", "json")
+    said = json.loads(capsys.readouterr().out)
+    assert ["settings", "restart", "prefix"] == [cause["name"] for cause in said["causes"]]
+    assert [{"setting": "blocks", "before": "400", "after": "60"}] == said["settings"]
+
+
+def test_quiet_traffic_is_said_to_be_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = CONTROLS["quiet, seed 0"]
+
+    assert 0 == exit_code("incident", quiet.write(tmp_path), "--since", quiet.since)
+    assert NOTHING == capsys.readouterr().out.splitlines()[1]
+
+
+def test_the_time_before_may_be_yesterday_or_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = PLANTED["prefix broken by a timestamp"]
+    good = CONTROLS["quiet, seed 1"].write(tmp_path / "good")
+    folder = planted.write(tmp_path / "bad")
+
+    assert 0 == exit_code("incident", folder, "--since", planted.since, "--against", good)
+    assert "Prompts no longer hit" in capsys.readouterr().out
+    yesterday = ("--at", "2026-01-01T00:01:05Z", "--since", "20s", "--against", "yesterday")
+    assert 2 == exit_code("incident", folder, *yesterday)
+    assert "no request ended at the same time yesterday" in capsys.readouterr().err
+    assert 2 == exit_code("incident", folder, "--since", "2025-12-01")
+    assert "no request ended in the day before 2025-12-01" in capsys.readouterr().err
+    assert 2 == exit_code("incident", folder)
+    assert "There is nothing to compare with" in capsys.readouterr().err
+
+
+def test_an_age_counts_from_the_time_of_the_alarm(tmp_path: Path) -> None:
+    planted = PLANTED["prefix broken by a timestamp"]
+    found = incident([planted.write(tmp_path)], at="2026-01-01T00:01:05Z", since="20s")
+
+    assert "prefix" == found.causes[0].name
+    assert 20.0 == (found.until or 0.0) - (found.since or 0.0)
