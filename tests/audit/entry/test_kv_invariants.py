@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.scenarios.driving import Driver, start
 import kvledger.audit.checks.auditor  # noqa: F401
 from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.entry import kv_invariants
-from kvledger.audit.entry.kv_invariants import CHECKS, assert_kv_invariants
+from kvledger.audit.entry.kv_invariants import CHECKS, METHODS, assert_kv_invariants, checked
 from kvledger.cli import main
 
 
@@ -32,7 +34,9 @@ def test_the_file_imports_the_standard_library_only() -> None:
     tree = ast.parse(Path(kv_invariants.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
-    assert ["collections", "collections.abc", "typing"] == [getattr(node, "module", "") for node in imports]
+    assert ["functools", "collections", "collections.abc", "typing", "unittest.mock"] == [
+        getattr(node, "module", "") or node.names[0].name for node in imports
+    ]
 
 
 def running() -> Driver:
@@ -116,6 +120,58 @@ def test_a_broken_invariant_is_found(damage: Callable[[Driver], None], id: str) 
     damage(driver)
 
     with pytest.raises(AssertionError, match=f"{id}: "):
+        assert_kv_invariants(driver.scheduler)
+
+
+def follow(driver: Driver) -> None:
+    for name in METHODS:
+        method = checked(getattr(type(driver.scheduler), name))
+        setattr(driver.scheduler, name, functools.partial(method, driver.scheduler))
+
+
+def test_a_call_that_breaks_an_invariant_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = running()
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "free", lambda request: None)
+    follow(driver)
+
+    with pytest.raises(AssertionError, match="blocks/leak: a has ended and holds 7 blocks"):
+        driver.abort("a")
+
+
+@pytest.mark.parametrize("damage", [keep_reference, end_without_freeing, lose_request])
+def test_a_call_is_not_judged_by_what_was_broken_before_it(damage: Callable[[Driver], None]) -> None:
+    driver = running()
+    follow(driver)
+    damage(driver)
+    driver.scheduler.schedule()
+
+    with pytest.raises(AssertionError):
+        assert_kv_invariants(driver.scheduler)
+
+
+def test_what_was_mended_may_not_break_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = running()
+    follow(driver)
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "free", lambda request: None)
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(2)
+    driver.step()
+    pool.free_blocks(blocks)
+
+    with pytest.raises(AssertionError, match="blocks/leak"):
+        driver.abort("a")
+
+
+def test_a_mock_is_not_judged() -> None:
+    driver = running()
+    manager = driver.scheduler.kv_cache_manager
+    driver.scheduler.kv_cache_manager = Mock()
+    lose_request(driver)
+
+    assert_kv_invariants(driver.scheduler)
+
+    driver.scheduler.kv_cache_manager = manager
+    with pytest.raises(AssertionError, match="requests/queued-once"):
         assert_kv_invariants(driver.scheduler)
 
 
