@@ -5,10 +5,10 @@ Usage: make proof NAME=upstream ARGS="[--write] [--level=content] [NAME...]"
 Runs on the releases in RELEASES, or on those named.
 
 Downloads the source distribution of each release, keeps its tests/ in .upstream, and runs some of the
-files twice: as they are, and under `pytest --kvledger`. Pytest's output is in .upstream/RELEASE.log and
-.upstream/RELEASE-kvledger.log. Exits with 1 if a test passes without kvledger,
+files under `pytest --kvledger`, then the tests that failed once more as they are. Pytest's output is in
+.upstream/RELEASE-kvledger.log and .upstream/RELEASE.log. Exits with 1 if a test passes without kvledger,
 fails with it, and is not in EXCLUDED. Nothing is copied into this repository, and the tests here do not
-include it. `--write` writes docs/upstream-tests.md, with the last outcomes of releases that are not run.
+include it. `--write` writes docs/upstream-tests.md; a release that is not run keeps its rows.
 
 With `--level=content` the files that build schedulers or engines run at level `content`
 (`upstream_contents.py`), on CONTENT_RELEASES, and `--write` writes the section of docs/upstream-tests.md on
@@ -27,11 +27,10 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from releases import BIN, build, environ
+from releases import BIN, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = (ROOT / ".upstream").resolve()
@@ -39,7 +38,7 @@ HUB = UPSTREAM / "hub"
 ENGINES_HUB = UPSTREAM / "hub-engines"
 """A cache with weights, which `upstream_models.py` fills."""
 PAGE = ROOT / "docs" / "upstream-tests.md"
-RELEASES = ("0.33.0", "0.32.0", "0.27.1", "0.23.0")
+RELEASES = [name for name in reversed(MATRIX) if not name.endswith("-v0") and "lmcache" not in name]
 CONTENT_RELEASES = ("0.33.0", "0.32.0")
 HEADING = "## At level `content`"
 COUNTS = "kvledger.contents"
@@ -76,7 +75,9 @@ WITHOUT_SCHEDULER = (
 )
 """Files that build KV cache managers only, which have no KV."""
 LONG = ("v1/core/test_priority_scheduler_random.py",)
-"""Files with so many steps that writing their KV takes tens of minutes."""
+"""Files with so many steps that they take as long as all others; writing their KV takes tens of minutes."""
+LONG_RELEASES = ("0.33.0", "0.32.0")
+"""The releases that run them, at level `blocks`."""
 
 ENGINE_FILES = (
     "v1/core/test_reset_prefix_cache_e2e.py",
@@ -134,6 +135,7 @@ class Outcome:
     release: str
     file: str
     passed: set[str] = field(default_factory=set)
+    """Those that passed with kvledger, or else without."""
     passed_under: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     """At level `content`: schedulers and hit blocks, by what was found."""
@@ -192,10 +194,13 @@ Passed = dict[str, tuple[set[str], "Counter[str]"]]
 """By file: the names of the tests that passed, and the sums of their counts."""
 
 
-def passed(release: str, files: Sequence[str], level: str = "", *, engines: bool = False) -> Passed:
+def passed(
+    release: str, files: Sequence[str], level: str = "", *, engines: bool = False, memory: str = ""
+) -> Passed:
     """The tests that pass, by file; all in one process, which imports vLLM once.
 
-    ``engines``: the files build whole engines.
+    ``engines``: the files build whole engines. ``memory``: a folder where pytest keeps which tests fail; only
+    those that failed before are run, if there are any.
     """
     folder = sources(release)
     variables = environ(release) | {"HF_HUB_CACHE": str(HUB), "CUDA_VISIBLE_DEVICES": ""}
@@ -207,7 +212,8 @@ def passed(release: str, files: Sequence[str], level: str = "", *, engines: bool
         report = Path(scratch) / "report.xml"
         command = [str(BIN / "python"), "-m", "pytest", "-q", "-W", "ignore", "--durations=20"]
         command += ["--confcutdir", str(folder / "tests" / "v1")]  # a conftest.py above needs a device
-        command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+        command += ["-o", f"cache_dir={memory or scratch}", "--last-failed"]
+        command += ["-c", os.devnull, "--rootdir", str(folder)]
         command += ["--continue-on-collection-errors", f"--junitxml={report}", *OPTIONS[level]]
         command += [f"tests/{file}" for file in files]
         log = UPSTREAM / f"{release}{'-engines' if engines else ''}{SUFFIX[level]}.log"
@@ -217,8 +223,6 @@ def passed(release: str, files: Sequence[str], level: str = "", *, engines: bool
             last = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
             sys.exit(f"kvledger: {release}: {last}")
         found = read_report(report, files)
-    if not any(names for names, _ in found.values()):
-        sys.exit(f"kvledger: {release}: no test passed; see {log}.")
     return found
 
 
@@ -242,15 +246,16 @@ def read_report(report: Path, files: Sequence[str]) -> Passed:
 def run(release: str, level: str) -> list[Outcome]:
     """Run every file that the release has, without and with kvledger, and print the totals."""
     files = [file for file in FILES if (sources(release) / "tests" / file).exists()]
-    files = [file for file in files if level == "blocks" or file not in WITHOUT_SCHEDULER + LONG]
+    files = [file for file in files if level == "blocks" or file not in WITHOUT_SCHEDULER]
+    files = [file for file in files if (level == "blocks" and release in LONG_RELEASES) or file not in LONG]
     models()
     print(f"{release} at level {level} ...", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(2) as two:
-        observed = two.submit(passed, release, files, level)
-        alone = two.submit(passed, release, files)
-        outcomes = [
-            Outcome(release, file, alone.result()[file][0], *observed.result()[file]) for file in files
-        ]
+    with tempfile.TemporaryDirectory() as memory:
+        observed = passed(release, files, level, memory=memory)
+        if not any(names for names, _ in observed.values()):
+            sys.exit(f"kvledger: {release}: no test passed; see {UPSTREAM}/{release}{SUFFIX[level]}.log.")
+        alone = passed(release, files, memory=memory)
+    outcomes = [Outcome(release, file, alone[file][0] | observed[file][0], *observed[file]) for file in files]
     if level == "content" and release == ENGINES_RELEASE:
         outcomes += run_engines(release)
     print(_row(release, "**all**", outcomes, level == "content"), file=sys.stderr, flush=True)
@@ -283,20 +288,33 @@ def run_engines(release: str) -> list[Outcome]:
     return [Outcome(release, file, alone[file][0], *observed[file]) for file in ENGINE_FILES]
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The table, and the excluded tests with the reasons."""
+def table(outcomes: Sequence[Outcome], old: str = "") -> list[str]:
+    """The table, and the excluded tests with the reasons.
+
+    Releases without outcomes keep the rows and reasons that they have in ``old``.
+    """
     counted = any(outcome.counts for outcome in outcomes)
     columns = ["release", "tests", "pass without kvledger", "pass with kvledger", "excluded", "found"]
     columns += CONTENT_COLUMNS if counted else []
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for release in dict.fromkeys(outcome.release for outcome in outcomes):
+    for release in RELEASES:
         mine = [outcome for outcome in outcomes if outcome.release == release]
-        lines += [_row(release, f"`{each.file}`", [each], counted) for each in mine if each.passed]
-        lines.append(_row(release, "**all**", mine, counted))
+        if mine:
+            lines += [_row(release, f"`{each.file}`", [each], counted) for each in mine if each.passed]
+            lines.append(_row(release, "**all**", mine, counted))
+        else:
+            lines += [line for line in old.splitlines() if line.startswith(f"| {release} |")]
     lines += ["", "Excluded tests forge a state that no engine produces:", ""]
-    lost = [name for outcome in outcomes for name in outcome.lost]
-    used = {begin: why for begin, why in EXCLUDED.items() if any(bare(n).startswith(begin) for n in lost)}
-    return [*lines, *(f"- `{begin}`: {why}" for begin, why in used.items()), ""]
+    lost = [bare(name) for outcome in outcomes for name in outcome.lost]
+    return (
+        lines
+        + [
+            f"- `{begin}`: {why}"
+            for begin, why in EXCLUDED.items()
+            if f"- `{begin}`" in old or any(name.startswith(begin) for name in lost)
+        ]
+        + [""]
+    )
 
 
 CONTENT_COLUMNS = [
@@ -322,7 +340,7 @@ def _row(release: str, name: str, outcomes: Sequence[Outcome], counted: bool) ->
 def page(old: str, level: str, outcomes: Sequence[Outcome]) -> str:
     """The page with the part of this level in place of the old one."""
     blocks, _, contents = old.partition(f"{HEADING}\n")
-    lines = table(outcomes)
+    lines = table(outcomes, blocks if level == "blocks" else contents)
     if level == "blocks":
         blocks = "\n".join([*lines, ""] if contents else lines)
     else:
