@@ -48,6 +48,7 @@ def stalled(entry: Entry) -> Iterator[Witness]:
     near_misses=(
         "a request that waits for a load, a grammar or a client's next chunk: it is queued meanwhile",
         "an ended request whose blocks a connector keeps: it is in no queue",
+        "a request that was put into a queue and never added to the engine, as tests do",
     ),
 )
 def queued_once(entry: Entry) -> Iterator[Witness]:

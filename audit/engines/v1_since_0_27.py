@@ -170,7 +170,8 @@ class V1Observer(Observer):
         self.misqueued = self._spare_places()
         if not self.misqueued:
             return {}
-        places = Counter(request.request_id for queue in queues for request in queue)
+        queued = (request for queue in queues for request in queue)
+        places = Counter(each.request_id for each in queued if each.request_id in ids or each.is_finished())
         return {cut_id(name): places[name] for name in ids.keys() | places if places[name] != (name in ids)}
 
     def census_wanted(self) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from tests.audit.checks.false_reports import audited, violation_ids
+from tests.audit.checks.watched import Watched
 
 from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.events import (
     Admitted,
     Census,
@@ -215,6 +217,19 @@ def test_a_request_that_is_not_queued_as_it_should_be_is_found(
 )
 def test_a_request_that_is_queued_as_it_should_be_is_clean(stream: list[Event]):
     assert [] == violation_ids(stream)
+
+
+@near_miss("requests/queued-once")
+def test_a_request_that_was_put_into_a_queue_by_hand_has_not_ended():
+    watched = Watched()
+    driver = watched.start()
+    driver.add("a", 40, 3)
+    request = build_request("b", [7] * 40, hasher=None, max_tokens=3)
+    request.status = type(request.status).WAITING_FOR_REMOTE_KVS
+    driver.scheduler.kv_holding_waiting.add_request(request)
+    driver.step()
+
+    assert [] == watched.violation_ids()
 
 
 # --- requests/standstill -------------------------------------------------------------------------
