@@ -15,6 +15,7 @@ from ..ledger.entries import (
     Entry,
     ReportedCounts,
     ReportedLookups,
+    SampledTwice,
     StaleRejection,
     TokensMissing,
     TurnOvercounted,
@@ -303,6 +304,29 @@ def without_token(entry: Entry) -> Iterator[Witness]:
 
 
 @invariant(
+    "tokens/sampled-twice",
+    on=(SampledTwice,),
+    message="An output brought request {request} a token for position {position}, but its sequence had "
+    "{sequence_tokens} tokens already: the client gets a token for the same position twice.",
+    references=(VLLM_48245,),
+    near_misses=(
+        "a request that resumes after the output in flight at its preemption has come, or was dropped",
+        "a chunk of a prompt, which samples nothing",
+        "rejected drafts, after which the next steps begin lower",
+    ),
+)
+def sampled_twice(entry: Entry) -> Iterator[Witness]:
+    """The token of each position is sampled once.
+
+    Violated when a preempted request is scheduled again while a step of before the preemption is in flight,
+    and the outputs of both are delivered: the second token is not that of the position where it stands.
+    """
+    subject = entry.subject
+    assert isinstance(subject, SampledTwice)
+    yield Witness(position=subject.end, sequence_tokens=subject.sequence)
+
+
+@invariant(
     "tokens/turn-overcounted",
     on=(TurnOvercounted,),
     message="The last turn of session {request} left {turn_tokens} tokens, but the engine counts "
@@ -416,6 +440,29 @@ def _ended_by_failed_load(account: Account, at_end: ReportedCounts) -> bool:
     if account.outcome != "error" or not account.lives:
         return False
     return account.lives[-1].invalid_from == at_end.ledger_computed
+
+
+@invariant(
+    "tokens/beyond-max-tokens",
+    on=(Finished,),
+    message="Request {request} ended with {output_tokens} output tokens, but its client asked for "
+    "{max_tokens} at most.",
+    near_misses=(
+        "draft tokens accepted past the last one, which the engine cuts off",
+        "a step in flight when the request stopped, whose output is dropped",
+        "a session, whose next chunk brings a limit of its own",
+    ),
+)
+def beyond_max_tokens(entry: Entry) -> Iterator[Witness]:
+    """A request ends with no more output tokens than its client asked for.
+
+    Violated when the engine stops a request too late: the client pays for tokens that it does not want.
+    """
+    subject, account = entry.subject, _account(entry)
+    assert isinstance(subject, Finished)
+    limit = account.max_tokens
+    if limit is not None and subject.output_tokens > limit and not (account.resumable or account.pooling):
+        yield Witness(output_tokens=subject.output_tokens, max_tokens=limit)
 
 
 @invariant(

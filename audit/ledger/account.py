@@ -51,6 +51,7 @@ class Account:
         "looked_up_step",
         "losses",
         "lost",
+        "max_tokens",
         "more_blocks_percent",
         "outcome",
         "overrun",
@@ -110,6 +111,8 @@ class Account:
         """Whether the request is for a pooling model."""
         self.resumable = False
         """Whether the request is a streaming-input session."""
+        self.max_tokens: int | None = None
+        """Most output tokens that the client asked for; None: not known."""
         self.priority = 0
         """Priority of the request; a lower number is more urgent."""
         self.labels: RequestLabels | None = None

@@ -219,6 +219,16 @@ class TokensMissing(NamedTuple):
     to_come: int
 
 
+class SampledTwice(NamedTuple):
+    """An output brought a token for a position that had one.
+
+    The step sampled the token after its ``end`` positions, and the sequence has ``sequence`` tokens.
+    """
+
+    end: int
+    sequence: int
+
+
 class TurnOvercounted(NamedTuple):
     """A session's turn left ``tokens`` tokens, and the engine counts ``computed`` of them as computed."""
 
@@ -377,6 +387,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | CountedDrafts
         | StaleRejection
         | TokensMissing
+        | SampledTwice
         | TurnOvercounted
         | SiblingAdded
         | ContentChanged

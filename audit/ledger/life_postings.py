@@ -44,6 +44,7 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account.priority = event.priority
     account.labels = event.labels
     account.resumable = event.resumable
+    account.max_tokens = event.max_tokens
     account.traceparent = event.traceparent
     if (
         event.traceparent

@@ -23,7 +23,7 @@ from .accounts import (
     settle_if_attained,
 )
 from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
-from .entries import Entry, StaleRejection, TokensMissing
+from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
 from .executed_tokens import execute, execute_invalid
 from .first_token import first_token
 from .ledger_state import LedgerState
@@ -179,6 +179,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         else:
             execute(account, life, flight.start, flight.start + tokens)
         if sampled > 0 and accepted:
+            if life.number > 1:
+                _compare_position(state, account, flight)
             account.sequence_tokens += sampled
             if not account.settled:
                 if account.first_token is None and not account.pooling:
@@ -188,6 +190,17 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 newly_steady.append(account)
     for account in newly_steady:
         make_steady(state, account)
+
+
+def _compare_position(state: LedgerState, account: Account, flight: InFlight) -> None:
+    """Make an entry if an output of a later life brings a token for a position that has one.
+
+    Nothing is compared in a life with a failed load, after which outputs may be dropped.
+    """
+    end = flight.start + flight.tokens - flight.drafts
+    if end < account.sequence_tokens and flight.life.invalid_from < 0 and not account.pooling:
+        subject = SampledTwice(end, account.sequence_tokens)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
 def _reject(state: LedgerState, account: Account, flight: InFlight, rejected: int, accepted: bool) -> int:

@@ -249,7 +249,7 @@ def test_drafts_of_a_past_life_that_the_engine_subtracts_are_found():
     stream = altered(stream, Finished, computed_tokens=53)
     (account,) = audited(stream).ledger.accounts()
 
-    assert ["tokens/unexplained-drop"] == violation_ids(stream)
+    assert ["tokens/unexplained-drop", "tokens/sampled-twice"] == violation_ids(stream)
     assert {"blocks": 22} == account.rework
     assert (50, 3, 2, 0) == (account.first_prompt, account.first_output, account.rejected, account.suspense)
 
@@ -670,6 +670,79 @@ def test_outputs_in_flight_drafts_and_sessions_bring_their_tokens(scenario: str)
     SCENARIOS[scenario](watched.attach)
 
     assert [] == [id for id in watched.violation_ids() if id == "tokens/without-token"]
+
+
+# --- tokens/sampled-twice -------------------------------------------------------------------------
+
+PREEMPTED_IN_FLIGHT: list[Event] = [
+    RequestAdded(0, 0, "r", prompt_tokens=8, max_tokens=8),
+    Admitted(1, 0, 1, False, 0, 0, False, 0),
+    Stepped(2, 1, [0, 8, 0, 8], []),
+    Preempted(3, 0, 2, "blocks", 8, 8, 0, 0, 0, True),
+    Admitted(4, 0, 3, True, 0, 0, False, 0),
+]
+"""The prompt's step is in flight when the request is preempted and admitted again."""
+
+
+@violates("tokens/sampled-twice")
+def test_a_request_that_resumes_before_its_output_has_a_token_sampled_twice():
+    resumed = [Stepped(5, 3, [0, 8, 0, 8], []), Delivered(6, [0, 1], []), Delivered(7, [0, 1], [])]
+    (violation,) = audited([*PREEMPTED_IN_FLIGHT, *resumed]).violations
+
+    assert "tokens/sampled-twice" == violation.id
+    assert "a token for position 8, but its sequence had 9 tokens already" in violation.message
+
+
+@near_miss("tokens/sampled-twice")
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        [Stepped(5, 3, [0, 8, 0, 8], []), Delivered(6, [0, 1], [0]), Delivered(7, [], [])],
+        [Delivered(5, [0, 1], []), Stepped(6, 3, [0, 9, 0, 9], []), Delivered(7, [], [])],
+        [
+            Stepped(5, 3, [0, 4, 0, 4], []),
+            Delivered(6, [0, 1], []),
+            Stepped(7, 4, [0, 5, 0, 9], []),
+            Delivered(8, [0, 0], []),
+            Delivered(9, [0, 1], []),
+        ],
+    ],
+    ids=["dropped", "before the next life runs", "while a chunk that samples nothing is in flight"],
+)
+def test_the_output_in_flight_at_a_preemption_may_come_once(resumed: list[Event]):
+    assert [] == violation_ids([*PREEMPTED_IN_FLIGHT, *resumed])
+
+
+# --- tokens/beyond-max-tokens ---------------------------------------------------------------------
+
+THREE_TOKENS = "A0+0 s40 o+ s1 o+ s1 o+ F"
+
+
+@violates("tokens/beyond-max-tokens")
+def test_a_request_that_stops_one_token_late_is_found():
+    (violation,) = audited(altered(events(40, THREE_TOKENS), RequestAdded, max_tokens=2)).violations
+
+    assert "tokens/beyond-max-tokens" == violation.id
+    assert violation.message.startswith(
+        "Request request-0 ended with 3 output tokens, but its client asked for 2"
+    )
+
+
+@near_miss("tokens/beyond-max-tokens")
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        (THREE_TOKENS, {"max_tokens": 3}),
+        (THREE_TOKENS, {"max_tokens": 2, "resumable": True}),
+        (THREE_TOKENS, {"max_tokens": None}),
+        ("A0+0 s40 o+ s4/3 o3/3 F-2", {"max_tokens": 3}),
+    ],
+    ids=["the limit", "a session", "no limit is known", "drafts past the stop"],
+)
+def test_a_request_with_as_many_tokens_as_its_client_asked_for_is_clean(words: str, added: dict[str, Any]):
+    found = audited(altered(events(40, words), RequestAdded, **added)).violations
+
+    assert [] == [violation for violation in found if violation.id == "tokens/beyond-max-tokens"]
 
 
 # --- tokens/turn-overcounted ----------------------------------------------------------------------
