@@ -262,7 +262,9 @@ def failed_block_kept(entry: Entry) -> Iterator[Witness]:
 
     The blocks are those that the engine was told to have failed, in the order of the request's own promise.
     Violated when the engine's count is above the first of them, or is unchanged though the whole load failed:
-    the request then reads KV that was not loaded.
+    the request then reads KV that was not loaded. This is what level `tokens` can prove of a failed load. It
+    records no block of a local hit, so a later request that hits a failed block is found from level `blocks`
+    on, by blocks/hash-content and blocks/read-invalid.
     """
     subject = entry.subject
     assert isinstance(subject, FailedBlocksKept)

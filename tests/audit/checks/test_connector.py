@@ -19,11 +19,13 @@ from tests.histories import events
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Attach, start
 
+from kvledger.audit.checks.coverage import coverage
 from kvledger.audit.events import (
     Admitted,
     BlocksPromised,
     Census,
     Delivered,
+    EngineStarted,
     Event,
     FreeCompleted,
     FreeDelayed,
@@ -362,6 +364,30 @@ def test_the_tokens_below_the_first_failed_block_may_be_kept():
     _, stream = observe(failed_blocks)
 
     assert [] == [v for v in audited(stream).violations if v.severity == "violation"]
+
+
+def failed_block_hit_later(attach: Attach = id) -> None:
+    """The request of a failed load is aborted, so its cached blocks stay unfilled; the next one hits them."""
+    driver = start(attach, connector="scripted")
+    driver.connector.answer_lookups("r", 160)
+    driver.add("r", 200, 3)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:10])
+    driver.abort("r")
+    driver.add("next", 200, 3, shares=("r", 200))
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("level", "ids"), [("tokens", set()), ("blocks", {"blocks/hash-content", "blocks/read-invalid"})]
+)
+def test_who_hits_a_failed_block_later_is_found_from_level_blocks_on(level: str, ids: set[str]):
+    _, stream = observe(failed_block_hit_later, level)
+    auditor = audited(stream)
+    examined = coverage(next(event for event in stream if isinstance(event, EngineStarted)))
+
+    assert ids == {found.id for found in auditor.violations if found.severity == "violation"}
+    assert ("ownership" in examined.not_examined) is (level == "tokens")
 
 
 # --- connector/handed-unloaded ---------------------------------------------------------------------
