@@ -109,7 +109,7 @@ class Expected:
             yield "doubts", "; ".join(auditor.doubts)
 
     def _of_reads(self, auditor: Any) -> Iterable[tuple[str, str]]:
-        if any("resumed-before-its-output" in account.faults for account in self.oracle.accounts.values()):
+        if any(account.resumed_early for account in self.oracle.accounts.values()):
             return  # no invariant covers it
         # The device follows the first group, which has no windows.
         moved = "drafts" in self.history.setup and has("window-moved-by-rejected-drafts")

@@ -53,6 +53,8 @@ class OracleAccount(Account):
     load_failures: int = 0
     resets: int = 0
     """Resets of the prefix cache that preempted the request."""
+    resumed_early: bool = False
+    """Whether an output of a life came after a step had run the next one."""
     faults: set[str] = field(default_factory=set)
     """The known faults that what happened to the request shows, by their files in ``audit/faults/data``."""
     dropped_drafts: int = 0
@@ -236,6 +238,10 @@ class Oracle:
             account.catch_up()
             if fact.returned.get(name, 0):
                 if account.life is not None and account.life is account.ran is not work.life:
+                    account.resumed_early = True
+                position = work.start + work.tokens - work.drafts
+                later = work.life is not account.lives[0] and not (work.overrun or account.load_failures)
+                if later and account.resumed_early and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
                 account.answer()
         for name, state in fact.after.items():
