@@ -258,7 +258,7 @@ def run(release: str, level: str) -> list[Outcome]:
     outcomes = [Outcome(release, file, alone[file][0] | observed[file][0], *observed[file]) for file in files]
     if level == "content" and release == ENGINES_RELEASE:
         outcomes += run_engines(release)
-    print(_row(release, "**all**", outcomes, level == "content"), file=sys.stderr, flush=True)
+    print(_row(release, ALL, outcomes, level == "content"), file=sys.stderr, flush=True)
     kept(release, level).write_text(json.dumps([outcome.as_json() for outcome in outcomes]))
     return outcomes
 
@@ -296,27 +296,27 @@ def table(outcomes: Sequence[Outcome], old: str = "") -> list[str]:
     counted = any(outcome.counts for outcome in outcomes)
     columns = ["release", "tests", "pass without kvledger", "pass with kvledger", "excluded", "found"]
     columns += CONTENT_COLUMNS if counted else []
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    rows: dict[str, str] = {}
     for release in RELEASES:
         mine = [outcome for outcome in outcomes if outcome.release == release]
-        if mine:
-            lines += [_row(release, f"`{each.file}`", [each], counted) for each in mine if each.passed]
-            lines.append(_row(release, "**all**", mine, counted))
-        else:
-            lines += [line for line in old.splitlines() if line.startswith(f"| {release} |")]
-    lines += ["", "Excluded tests forge a state that no engine produces:", ""]
+        kept = [line for line in old.splitlines() if line.startswith(f"| {release} |") and not mine]
+        rows |= {line: ALL if ALL in line else "" for line in kept}
+        rows |= {_row(release, f"`{each.file}`", [each], counted): "" for each in mine if each.passed}
+        rows |= {_row(release, ALL, mine, counted): ALL} if mine else {}
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    totals, files = ([line for line, of in rows.items() if of == which] for which in (ALL, ""))
     lost = [bare(name) for outcome in outcomes for name in outcome.lost]
-    return (
-        lines
-        + [
-            f"- `{begin}`: {why}"
-            for begin, why in EXCLUDED.items()
-            if f"- `{begin}`" in old or any(name.startswith(begin) for name in lost)
-        ]
-        + [""]
-    )
+    excluded = [
+        f"- `{begin}`: {why}"
+        for begin, why in EXCLUDED.items()
+        if f"- `{begin}`" in old or any(name.startswith(begin) for name in lost)
+    ]
+    forged = ["Excluded tests forge a state that no engine produces:", "", *excluded, ""]
+    return [*head, *totals, "", *forged, "By file:", "", *head, *files, ""]
 
 
+ALL = "**all**"
+"""The name of the row with a release's sums."""
 CONTENT_COLUMNS = [
     "schedulers with checked contents",
     "blocks sealed",
@@ -342,12 +342,24 @@ def page(old: str, level: str, outcomes: Sequence[Outcome]) -> str:
     blocks, _, contents = old.partition(f"{HEADING}\n")
     lines = table(outcomes, blocks if level == "blocks" else contents)
     if level == "blocks":
-        blocks = "\n".join([*lines, ""] if contents else lines)
+        blocks = "\n".join([*WORDS, "", *lines, *([""] if contents else [])])
     else:
         contents = "\n".join(["", *CONTENT_WORDS, "", *lines])
         blocks = blocks.rstrip("\n") + "\n\n"
     return f"{blocks}{HEADING}\n{contents}" if contents else blocks
 
+
+WORDS = (
+    "# vLLM's own tests",
+    "",
+    "vLLM's tests of its scheduler, prefix cache, KV cache managers and connectors, as the source",
+    "distribution of each release has them, under `pytest --kvledger`. The tests that fail are run once more",
+    "without it; most fail there too, for want of a device or a model. A test that passes only without",
+    "kvledger is *excluded* if it forges a state that no engine produces, and *found* if not.",
+    "`test_priority_scheduler_random.py`, which takes as long as all others, runs on",
+    f"{' and '.join(LONG_RELEASES)} only. `make proof NAME=upstream ARGS=--write` writes this page; with",
+    "the names of releases it runs those again.",
+)
 
 CONTENT_WORDS = (
     "The files that build schedulers, with the KV of their blocks checked. A scheduler without a worker",
