@@ -195,10 +195,12 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
 def _compare_position(state: LedgerState, account: Account, flight: InFlight) -> None:
     """Make an entry if an output of a later life brings a token for a position that has one.
 
-    Nothing is compared in a life with a failed load, after which outputs may be dropped.
+    Nothing is compared in a life with a failed load, after which outputs may be dropped, nor in a step with
+    drafts, which may stand for tokens that have not come.
     """
-    end = flight.start + flight.tokens - flight.drafts
-    if end < account.sequence_tokens and flight.life.invalid_from < 0 and not account.pooling:
+    end = flight.start + flight.tokens
+    known = not flight.drafts and flight.life.invalid_from < 0 and not account.pooling
+    if known and end < account.sequence_tokens:
         subject = SampledTwice(end, account.sequence_tokens)
         state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 

@@ -15,9 +15,15 @@ OUTPUT = "Scheduler.update_from_output"
 PREEMPT = "Scheduler._preempt_request"
 
 MUTANTS = (
+    M("fix-21357", KIND, "evicting one of several blocks with one hash drops the others from the cache map",
+      "BlockHashToBlockMap.pop", "if len(blocks) > 0:", "if len(blocks) == 0:", link=f"{PULL}21357"),
     M("fix-26813", KIND, "failed blocks stay cached, also under the policy to fail",
       "Scheduler._handle_invalid_blocks", "self.kv_cache_manager.evict_blocks(sync_blocks_to_evict)", "pass",
       link=f"{PULL}26813"),
+    M("fix-27756", KIND, "the workers get no tokens of a request that the step before left out",
+      "Scheduler._make_cached_request_data", "if req_id not in self.prev_step_scheduled_req_ids:",
+      "if idx >= num_running_reqs:",
+      link=f"{PULL}27756", why="what the workers are told of tokens is not recorded"),
     M("fix-28558", KIND, "a request that a more urgent one preempts keeps its drafts in the step",
       SCHEDULE, "scheduled_spec_decode_tokens.pop(preempted_req_id, None)", "pass", link=f"{PULL}28558"),
     M("fix-29387", KIND, "a state that another request of the same step computes is hit",
@@ -32,6 +38,9 @@ MUTANTS = (
     M("fix-39450", KIND, "a hit of a window whose last block a drafter drops need not be aligned",
       "SlidingWindowManager.find_longest_cache_hit", "i if drop_eagle_block else i + 1", "i + 1",
       link=f"{PULL}39450"),
+    M("fix-40946", KIND, "an admission needs as many blocks of a window as the whole prompt has",
+      "SingleTypeKVCacheManager.get_num_blocks_to_allocate", "if apply_admission_cap and", "if False and",
+      link=f"{PULL}40946"),
     M("fix-44409", KIND, "one group's external blocks are allocated before another group's hits are touched",
       "KVCacheCoordinator.allocate_new_computed_blocks",
       "        )\n    if num_external_computed_tokens > 0:\n"

@@ -7,8 +7,8 @@ Runs on the releases in RELEASES, or on those named.
 Downloads the source distribution of each release, keeps its tests/ in .upstream, and runs some of the
 files under `pytest --kvledger`, then the tests that failed once more as they are. Pytest's output is in
 .upstream/RELEASE-kvledger.log and .upstream/RELEASE.log. Exits with 1 if a test passes without kvledger,
-fails with it, and is not in EXCLUDED. Nothing is copied into this repository, and the tests here do not
-include it. `--write` writes docs/upstream-tests.md; a release that is not run keeps its rows.
+fails with it, and is neither in EXCLUDED nor in TRUE. Nothing is copied into this repository, and the tests
+here do not include it. `--write` writes docs/upstream-tests.md; a release that is not run keeps its rows.
 
 With `--level=content` the files that build schedulers or engines run at level `content`
 (`upstream_contents.py`), on CONTENT_RELEASES, and `--write` writes the section of docs/upstream-tests.md on
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,8 +103,22 @@ EXCLUDED = {
     "test_scheduler_reset_prefix_cache": "sets the engine's count of tokens in flight to 0",
     "test_priority_scheduling_blast": "has images and an encoder budget of no token, so that its engine "
     "really stands still from step 1,976 on; with five drafts it also returns one token too many",
+    "test_schedule_order": "adds several requests with one id in 0.12.0",
+    "test_priority_scheduling_preemption": "adds several requests with one id in 0.12.0",
+    "test_priority_scheduling_no_preemption_when_space_available": "adds several requests with one id in "
+    "0.12.0",
 }
 """Beginnings of the names of tests that forge an engine's state, and what they forge."""
+
+TRUE = {
+    "test_external_prefix_cache_metrics": "until 0.17.0 the engine counts whole blocks of an asynchronous "
+    "load as computed, also where the connector promised a part of a block (`tokens/balance`)",
+    "test_invalid_blocks_evicted_prevents_cache_pollution": "until 0.19.1 the engine reports the tokens of a "
+    "load that failed as local hits (`tokens/set-once`)",
+    "test_sync_fail_invalid_blocks_evicted": "the same",
+    "test_error_propagation_sync_load": "the same",
+}
+"""Beginnings of the names of tests in which the engine is wrong, and how."""
 
 OPTIONS = {
     "": (),
@@ -306,13 +320,19 @@ def table(outcomes: Sequence[Outcome], old: str = "") -> list[str]:
     head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     totals, files = ([line for line, of in rows.items() if of == which] for which in (ALL, ""))
     lost = [bare(name) for outcome in outcomes for name in outcome.lost]
-    excluded = [
+    excluded = _known(EXCLUDED, lost, old)
+    forged = ["Excluded tests forge a state that no engine produces:", "", *excluded, ""]
+    true = [] if counted else ["In the tests found, the engine is wrong:", "", *_known(TRUE, lost, old), ""]
+    return [*head, *totals, "", *forged, *true, "By file:", "", *head, *files, ""]
+
+
+def _known(tests: Mapping[str, str], lost: Sequence[str], old: str) -> list[str]:
+    """A line for each of these tests that is among the ``lost`` ones or has one in ``old``."""
+    return [
         f"- `{begin}`: {why}"
-        for begin, why in EXCLUDED.items()
+        for begin, why in tests.items()
         if f"- `{begin}`" in old or any(name.startswith(begin) for name in lost)
     ]
-    forged = ["Excluded tests forge a state that no engine produces:", "", *excluded, ""]
-    return [*head, *totals, "", *forged, "By file:", "", *head, *files, ""]
 
 
 ALL = "**all**"
@@ -389,7 +409,8 @@ def main(arguments: Sequence[str]) -> int:
     if "--write" in arguments and level != "checks":
         old = PAGE.read_text() if PAGE.exists() else ""
         PAGE.write_text(page(old, level, last_outcomes(every, level)))
-    return 1 if any(outcome.unexpected for outcome in outcomes) else 0
+    known = tuple(TRUE)
+    return 1 if any(not bare(name).startswith(known) for each in outcomes for name in each.unexpected) else 0
 
 
 if __name__ == "__main__":

@@ -239,8 +239,9 @@ class Oracle:
             if fact.returned.get(name, 0):
                 if account.life is not None and account.life is account.ran is not work.life:
                     account.resumed_early = True
-                position = work.start + work.tokens - work.drafts
-                later = work.life is not account.lives[0] and not (work.overrun or account.load_failures)
+                position = work.start + work.tokens
+                later = work.life is not account.lives[0] and not work.drafts
+                later = later and not (work.overrun or account.load_failures)
                 if later and account.resumed_early and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
                 account.answer()
