@@ -153,7 +153,7 @@ def usage(
     exit_codes="Exit codes: 0 written, or verified; 1 --verify found a change; 2 bad usage or input.",
 )
 def statement(
-    paths: list[Path] | None = argument(
+    paths: list[Path] | None = opt.journals(
         "[PATH...]", "Journals, folders of journals, or single segments.", None
     ),
     month: str = option("--month YYYY-MM", "Requests that ended in this month, in UTC."),
@@ -282,7 +282,7 @@ def query(
     "whatif conversation_trace.jsonl --skip 0.5",
 )
 def whatif(
-    paths: list[Path] = argument(
+    paths: list[Path] = opt.journals(
         "PATH", "Journals of level blocks, folders of journals, or request traces (.jsonl, .jsonl.gz)."
     ),
     blocks: str = option(
@@ -415,13 +415,17 @@ def routing(
 
 @command(opt.AUDIT, "ls /var/lib/kvledger", "ls /var/lib/kvledger --audit")
 def ls(
-    paths: list[Path] = opt.PATHS,
+    paths: list[Path] = opt.journals(
+        "PATH", "Journals, folders of journals, or single segments.", envvar="KVLEDGER_DIR"
+    ),
     audit: bool = option("--audit", "Replay the journals and print their verdicts."),
     format: str = opt.TABLE,
     read: Reading = JOBS,
 ) -> Report:
-    """List journals: engines, releases, time ranges, requests, bytes.
+    """List journals: short names, models, hosts, releases, time ranges, requests, bytes.
 
+    Every command takes a short name in place of a path: NAME for a journal in KVLEDGER_DIR or the current
+    folder, FOLDER/NAME for one in another folder.
     Recordings of KV events have the level "events". Reads the beginning and the end of each journal only;
     --audit replays them for their verdicts.
     """
@@ -488,8 +492,8 @@ def prune(
 
 @command(opt.AUDIT, "diff journals/before journals/after")
 def diff(
-    before: Path = argument("BEFORE", "A journal, or a folder of journals."),
-    after: Path = argument("AFTER", "The one to compare."),
+    before: Path = opt.journals("BEFORE", "A journal, or a folder of journals."),
+    after: Path = opt.journals("AFTER", "The one to compare."),
     by: str = opt.BY,
     verbose: bool = option("--verbose -v", "Print figures that did not change too."),
     format: str = opt.TABLE,
@@ -813,7 +817,7 @@ def record_events(
     "serve /var/lib/kvledger --check-config",
 )
 def serve(
-    path: Path = argument(
+    path: Path = opt.journals(
         "PATH", "A journal, a folder of journals, or a folder with one for each host.", envvar="KVLEDGER_DIR"
     ),
     address: str = setting("--web.listen-address HOST:PORT", "Where to listen.", "127.0.0.1:9464"),

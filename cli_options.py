@@ -100,6 +100,19 @@ def argument(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
     return typer.Argument(default, metavar=metavar, show_default=False, help=help, **more)
 
 
+def journals(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
+    """An argument whose paths may be short names of journals, as ``ls`` prints them."""
+    return argument(metavar, help, default, callback=_named, **more)
+
+
+def _named(given: Any) -> Any:
+    from .audit.replay.short_names import named
+
+    if isinstance(given, list | tuple):
+        return [named(path) for path in given]
+    return named(given) if given is not None else None
+
+
 def one_of(words: list[str]) -> Callable[[str], str]:
     """Refuses a value that is none of ``words``."""
 
@@ -120,10 +133,10 @@ def _split(declared: str) -> tuple[list[str], str | None]:
 
 # --- what several commands take -------------------------------------------------------------------------
 
-PATHS = argument("PATH", "Journals, folders of journals, or single segments.")
-PATH = argument("PATH", "A journal, or a folder of journals.")
-TRACE_PATHS = argument("PATH", "Journals, folders of journals, patterns, or folders that export wrote.")
-BLOCK_PATHS = argument("PATH", "Journals of level blocks, or folders of them.")
+PATHS = journals("PATH", "Journals, folders of journals, or single segments.")
+PATH = journals("PATH", "A journal, or a folder of journals.")
+TRACE_PATHS = journals("PATH", "Journals, folders of journals, patterns, or folders that export wrote.")
+BLOCK_PATHS = journals("PATH", "Journals of level blocks, or folders of them.")
 JOURNAL_FOLDER = argument("DIR", "A folder of journals.")
 FOLDER = argument("DIR", "The folder to write.")
 TEXT = choice("--format text|json|csv", "The output format.")

@@ -17,7 +17,7 @@ from ..events import ContentWatched, EngineStarted, EngineStopped, Event, Reques
 from .catalogue import KV_EVENTS, WORKER, Catalogue
 from .decode import NewerBatch, UnreadableBatch, decode_batch
 from .format import frames, is_live, read_header, segments
-from .host_folders import engine_name
+from .host_folders import engine_name, host_of
 from .retention import oldest
 from .safe_open import NotAFile, reading
 
@@ -29,12 +29,17 @@ LAST_FRAMES = 64
 
 
 class JournalFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One journal. ``state``: live, stopped, or ended without EngineStopped (dead). None: not known."""
+    """One journal. ``state``: live, stopped, or ended without EngineStopped (dead). None: not known.
+
+    ``host``: the name that its engine gave, or else the folder of a host in which it lies.
+    """
 
     path: Path
     engine: str = ""
     release: str = ""
     model: str = ""
+    rank: int | None = None
+    host: str = ""
     level: str = ""
     state: str = ""
     began_seconds: float | None = None
@@ -56,11 +61,15 @@ def facts(path: Path) -> JournalFacts:
     if not isinstance(started, EngineStarted):
         return msgspec.structs.replace(found, state="live" if live else "dead")
     stopped = bool(last) and isinstance(last[-1], EngineStopped)
+    settings = started.configuration
+    rank = settings.get("data_parallel_rank")
     return JournalFacts(
         path=path,
         engine=engine_name(started, path),
         release=started.version,
-        model=str(started.configuration.get("model") or ""),
+        model=str(settings.get("model") or ""),
+        rank=rank if isinstance(rank, int) else None,
+        host=str(settings.get("instance") or host_of(path)),
         level=started.level,
         state="live" if live else "stopped" if stopped else "dead",
         began_seconds=started.wall_seconds,

@@ -15,6 +15,7 @@ from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here, is_remote
+from ...audit.replay.short_names import short_names
 from ...audit.text import utc
 from ..csv_cells import structs_csv
 from .terminal import blocks, bytes_text, counted, plain_table
@@ -23,13 +24,17 @@ from .terminal import blocks, bytes_text, counted, plain_table
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
     """One journal. Times are Unix time.
 
-    ``verdict`` is of a replay, or else that of the last compact; "" without either.
+    ``name`` is the short name, which commands take too. ``verdict`` is of a replay, or else that of the last
+    compact; "" without either.
     """
 
     journal: str
+    name: str
     engine: str
     release: str
     model: str
+    rank: int | None
+    host: str
     level: str
     state: str
     began_seconds: float | None
@@ -52,8 +57,9 @@ def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> 
         from ...audit.replay.journals import audit_paths
 
         verdicts = [engine.verdict for engine in audit_paths(found, run=run).engines]
-    rows = [_row(known, verdict) for known, verdict in zip(run(facts, found), verdicts, strict=True)]
-    rows += [_row(facts(path)) for path in recordings]
+    names = short_names([*found, *recordings])
+    known = [*zip(run(facts, found), verdicts, strict=True), *((facts(path), "") for path in recordings)]
+    rows = [_row(one, names[place], verdict) for place, (one, verdict) in zip(names, known, strict=True)]
     return sorted(rows, key=lambda row: (row.began_seconds or 0.0, row.journal))
 
 
@@ -65,23 +71,25 @@ def _compacted_verdict(journal: Path) -> str:
     return "" if session is None else session.verdict
 
 
-def _row(known: JournalFacts, verdict: str = "") -> JournalRow:
-    values = {name: getattr(known, name) for name in known.__struct_fields__ if name != "path"}
-    return JournalRow(journal=str(known.path), verdict=verdict, **values)
+def _row(known: JournalFacts, name: str, verdict: str = "") -> JournalRow:
+    values = {each: getattr(known, each) for each in known.__struct_fields__ if each != "path"}
+    return JournalRow(journal=str(known.path), name=name, verdict=verdict, **values)
 
 
 def render(rows: Sequence[JournalRow]) -> Group:
     """How many journals there are, then a line each."""
-    audited, name_of = any(row.verdict for row in rows), names_of(row.journal for row in rows)
+    audited = any(row.verdict for row in rows)
     table = plain_table(header=True)
-    for name in ("journal", "release", "level", "state", "from (UTC)", "to (UTC)"):
-        table.add_column(name)
+    for name in ("name", "model", "rank", "host", "release", "level", "state", "from (UTC)", "to (UTC)"):
+        table.add_column(name, no_wrap=True)
     for name in ("requests", "bytes"):
         table.add_column(name, justify="right")
     if audited:
         table.add_column("verdict")
     for row in rows:
-        cells = [name_of(row.journal), row.release or "-", row.level or "-", row.state]
+        rank = "-" if row.rank is None else str(row.rank)
+        cells = [row.name, row.model or "-", rank, row.host or "-"]
+        cells += [row.release or "-", row.level or "-", row.state]
         cells += [_time(row.began_seconds), _time(row.until_seconds)]
         cells += ["-" if row.requests is None else f"{row.requests:,}", bytes_text(row.bytes)]
         table.add_row(*map(Text, [*cells, row.verdict] if audited else cells))
@@ -125,12 +133,13 @@ def prune(
         journals = []  # only recordings of engines whose journals are gone
     found = [facts(path) for path in [*journals, *recordings]]
     chosen = prunable(found, before_seconds=before_seconds, most_bytes=most_bytes)
+    names = short_names(one.path for one in chosen)
     if remove:
         for one in chosen:
             _remove(one.path)
     return Pruned(
         removed=remove,
-        journals=[_row(one) for one in chosen],
+        journals=[_row(one, names[one.path]) for one in chosen],
         bytes=sum(one.bytes for one in chosen),
         kept=len(found) - len(chosen),
     )

@@ -149,6 +149,18 @@ def test_the_list_has_a_line_per_journal_and_verdicts_when_asked(
     assert 0 == exit_code("ls", folder)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 journals, ")
-    assert 3 == sum(line.startswith("engine-") for line in lines)
+    assert ["ne-0", "ne-1", "ne-2"] == [line.split()[0] for line in lines[3:]]
     exit_code("ls", folder, "--audit", "--format", "json")
     assert ["clean", "clean", "unknown"] == [row["verdict"] for row in json.loads(capsys.readouterr().out)]
+
+
+def test_the_list_has_model_rank_host_and_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = {"model": "chat", "data_parallel_rank": 1, "instance": "node-7"}
+    journals.write(tmp_path / "engine-1764000000123-85-0", [], configuration=named)
+    journals.write(tmp_path / "b" / "engine-1764000000124-85-0", [])
+    exit_code("ls", tmp_path, "--format", "json")
+    rows = [
+        [row[column] for column in ("name", "model", "rank", "host", "level")]
+        for row in json.loads(capsys.readouterr().out)
+    ]
+    assert [["4-85-0", "", None, "b", "tokens"], ["3-85-0", "chat", 1, "node-7", "tokens"]] == rows
