@@ -422,7 +422,7 @@ def ls(
     format: str = opt.TABLE,
     read: Reading = JOBS,
 ) -> Report:
-    """List journals: short names, models, hosts, releases, time ranges, requests, bytes.
+    """List journals: names, models, hosts, releases, times, requests and bytes.
 
     Every command takes a short name in place of a path: NAME for a journal in KVLEDGER_DIR or the current
     folder, FOLDER/NAME for one in another folder.
@@ -1099,6 +1099,32 @@ def completion(
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+@command(
+    opt.LIVE,
+    "check http://localhost:8000",
+    "check http://localhost:8000 --format json",
+    exit_codes=(
+        "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no vLLM server "
+        "answers there in time; 3 something can't be judged, and nothing contradicts."
+    ),
+)
+def check(
+    url: str = argument("URL", "The address of the server."),
+    format: str = opt.TEXT_OR_JSON,
+) -> Report:
+    """Check a running vLLM server without installing anything there.
+
+    Reads the release, the models and /metrics, twice within a second: which known faults this release has
+    under the configuration that shows, counters that contradict each other, hit shares, and what only hooks
+    in the engine can tell. Takes less than five seconds.
+    """
+    from .exporters import served_engine
+    from .exporters.reports import check as report
+
+    result = report.checked(served_engine.ask(url))
+    return Report(result, report.render, None, code=CODES[result.verdict])
 
 
 def _silence_vllm() -> None:

@@ -8,6 +8,7 @@ release between two that were examined is assumed to be like the older one.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 Release = tuple[int, ...]
@@ -272,6 +273,11 @@ def meanings(version: str, *, v0: bool = False) -> dict[str, Meaning]:
         for row in (V0 if v0 else MEANINGS)
         if row.since <= number and (row.until is None or number < row.until)
     }
+
+
+def sources_add_up(words: Mapping[str, str]) -> bool:
+    """Whether a release's prompt figures by source sum to the prompt; ``words`` are those of its meanings."""
+    return words.get("prompt figures") in ("first", "last") and "a negative figure" not in words
 
 
 def limits(by_figure: dict[str, Meaning]) -> tuple[dict[str, str], dict[str, str]]:

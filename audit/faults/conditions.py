@@ -9,7 +9,8 @@ from ..release_semantics import release
 
 Settings = Mapping[str, object]
 """An engine's configuration, as ``EngineStarted`` has it, with ``v0``, whether the v0 scheduler runs, and
-``lmcache``, the release of LMCache beside it, or None. What is not known is absent."""
+``lmcache``, the release of LMCache beside it, or None. What is not known is absent; a connector of an unknown
+class is ""."""
 
 
 class Condition(NamedTuple):
@@ -41,7 +42,7 @@ def _connector(name: str = "") -> Callable[[Settings], bool | None]:
         connector = settings["connector"]
         if connector is None:
             return False
-        return None if name and connector == "MultiConnector" else str(connector).startswith(name)
+        return None if name and connector in ("", "MultiConnector") else str(connector).startswith(name)
 
     return met
 

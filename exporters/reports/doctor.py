@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ...audit.entry.doctor import Diagnosis
 from ...audit.entry.doctor_contents import ContentsDiagnosis
-from ...audit.faults.listing import KnownFault, KnownOfRelease
-from ...audit.faults.releases import EXAMINED
+from ...audit.faults.listing import KnownOfRelease
 from ..csv_cells import csv_of
+from .faults import fault_sentence
 from .terminal import blocks, bullets, counted, indented, title
 
 
@@ -86,17 +86,9 @@ def _known(known: KnownOfRelease, diagnosis: Diagnosis) -> Group:
     lines = [head, known.says] if known.says else [head]
     return Group(
         *(Text(line, style="bold" if line is head else "") for line in lines),
-        *(bullet for row in rows for bullet in bullets([_fault(row)])),
+        *(bullet for row in rows for bullet in bullets([fault_sentence(row)])),
         Text(more, style="dim"),
     )
-
-
-def _fault(row: KnownFault) -> str:
-    """``failed-load-stays-cached: blocks stay in the cache, if a load fails. Not fixed in 0.33.0.``"""
-    maybe = " may be there" if row.state == "may have" else ""
-    condition = f", {row.condition}" if row.condition else ""
-    until = f"Fixed in {row.fixed}" if row.fixed else f"Not fixed in {EXAMINED[row.product][-1]}"
-    return f"{row.id}{maybe}: {row.title}{condition}. {until}."
 
 
 def _answer(diagnosis: Diagnosis) -> Group:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...audit.faults.catalogue import HARMS, Fault, Kind, shown_by
 from ...audit.faults.listing import KnownFault, KnownOfRelease, of_all, of_release
-from ...audit.faults.releases import Product, checked
+from ...audit.faults.releases import EXAMINED, Product, checked
 from ...audit.faults.texts import facts, level_of
 from ..csv_cells import csv_of
 from .terminal import blocks, counted, indented, listed, title
@@ -90,6 +90,14 @@ def entry(row: KnownFault) -> RenderableType:
     head = Text.assemble((row.id, "bold"), f"{maybe}: {row.title}")
     lines = [row.condition, f"{row.releases}; found by {_found(row)}", *row.links]
     return Group(indented(head), *(indented(Text(line, overflow="fold"), 4) for line in lines if line))
+
+
+def fault_sentence(row: KnownFault) -> str:
+    """``failed-load-stays-cached: blocks stay in the cache, if a load fails. Not fixed in 0.33.0.``"""
+    maybe = " may be there" if row.state == "may have" else ""
+    condition = f", {row.condition}" if row.condition else ""
+    until = f"Fixed in {row.fixed}" if row.fixed else f"Not fixed in {EXAMINED[row.product][-1]}"
+    return f"{row.id}{maybe}: {row.title}{condition}. {until}."
 
 
 def _found(row: KnownFault) -> str:

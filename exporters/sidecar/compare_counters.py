@@ -28,6 +28,7 @@ from typing import NamedTuple
 from ...audit.analysis.source_differences import ComparedCounter, Differences, EngineCounters, Figures
 from ...audit.causes import UNEXPLAINED
 from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
+from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
 
@@ -80,7 +81,7 @@ def point(engine_audit: FollowedAudit, noted: float) -> Point:
         "requests": _plain(engine_audit.closed.requests),
         "preemptions": _preemptions(engine_audit),
     }
-    if words.get("prompt figures") in ("first", "last") and "a negative figure" not in words:
+    if sources_add_up(words):
         sides |= _prompts(engine_audit)
     for cache in ("local", "external"):
         if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:

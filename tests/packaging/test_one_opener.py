@@ -32,7 +32,7 @@ OTHERS = {
     "exporters/reports/repro.py": "a file that the user names",
     "exporters/reports/routing.py": "predictions that the user names",
     "exporters/reports/whatif.py": "a file that the user names",
-    "exporters/sidecar/engine_metrics.py": "an address",
+    "exporters/sidecar/scrape.py": "an address",
     "exporters/sidecar/web_config.py": "a file that the user names",
     "exporters/trace/timeline.py": "a file that the user names",
     "exporters/usage_logs.py": "a log that the user names",
