@@ -1,4 +1,4 @@
-"""Journals in a notebook: the answers of ``audit``, ``summary``, ``why``, ``report`` and ``export``.
+"""Journals in a notebook: the answers of the commands that read journals.
 
     import kvledger
 
@@ -12,19 +12,37 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from functools import cached_property
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 
+from ..audit.analysis.whatif import Options
 from ..audit.errors import LedgerError
-from ..audit.replay.journals import audit_paths
+from ..audit.replay.find import journals_at
+from ..audit.replay.journals import audit_paths, statements
 from ..audit.replay.observers import Lost, Steps
+from ..audit.replay.parallel import Run
+from ..audit.replay.short_names import named
 from ..audit.replay.windows import Window, window
+from . import usage_logs
+from .cache_policies import policies
 from .inputs import reading
-from .reports import audit_text, html_page, summary, why
+from .reports import (
+    audit_text,
+    block_use,
+    call,
+    html_page,
+    prefixes,
+    statement,
+    summary,
+    usage,
+    whatif,
+    why,
+)
 from .reports.audit_data import AuditReport, report
 from .reports.conclusions import concluded, explained_with
 from .reports.costs import costs_of
@@ -51,7 +69,13 @@ class Answer:
         return self._recorded().export_html(inline_styles=True, code_format=_BLOCK)
 
     def _recorded(self) -> Console:
-        console = Console(record=True, width=PLAIN_WIDTH, file=io.StringIO(), highlight=False)
+        console = Console(
+            record=True,
+            width=PLAIN_WIDTH,
+            file=io.StringIO(),
+            highlight=False,
+            force_jupyter=False,  # else rich displays what is recorded, too
+        )
         console.print(self._render(self.data))
         return console
 
@@ -82,8 +106,8 @@ class Audit:
     def __init__(self, *paths: Choice, since: str = "", until: str = "") -> None:
         if not paths:
             raise LedgerError("Which journals? Audit takes at least one path.")
-        self._paths = [Path(path) for path in paths]
-        """The paths, as they were given."""
+        self._paths = [named(Path(path)) for path in paths]
+        """The paths of the journals, or of folders of journals."""
         self._window: Window = window(since, until)
         """The time window of every answer."""
 
@@ -113,15 +137,61 @@ class Audit:
             data = why.why(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
         return Answer(explained_with(data), why.render)
 
-    def frames(self, *names: str) -> dict[str, Any]:
-        """The tables of these names as DataFrames; all tables if none is named. Needs the analysis extra."""
+    def show(self, request: str, *, every: bool = False) -> Answer:
+        """The account of a request, or the requests of a call, by any id that its client knows."""
+        with reading(self._paths) as (places, run):
+            found = statements(places, request, window=self._window, run=run)
+        if len(found) > 1:
+            return Answer(found, partial(call.render, request))
+        return Answer(found[0], partial(statement.render, every_entry=every))
+
+    def usage(self, log: Choice, *, verbose: bool = False) -> Answer:
+        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger usage``."""
+        told = usage_logs.read(Path(log))
+        with reading(self._paths, local=True) as (places, _):
+            data = usage.usage(journals_at(places), told, self._window)
+        return Answer(data, partial(usage.render, log=told, verbose=verbose))
+
+    def whatif(
+        self, blocks: str = "", *, policy: str = "lru", tiers: str = "", skip: float = 0.0, by: str = ""
+    ) -> Answer:
+        """The hits of another cache, with options written as for ``kvledger whatif``."""
+        options = Options(
+            policies=policies(policy), blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip
+        )
+        with reading(self._paths) as (places, run):
+            data = whatif.study(places, options, window=self._window, run=run, by=by)
+        return Answer(data, whatif.render)
+
+    def prefixes(self, top: int = 20) -> Answer:
+        """The shared prefixes for which the cache saved and lost most, as ``kvledger prefixes``."""
+        with self._whole("prefixes") as (places, run):
+            return Answer(prefixes.prefixes(places, most=top, run=run), prefixes.render)
+
+    def blocks(self) -> Answer:
+        """How blocks were used, as ``kvledger blocks``."""
+        with self._whole("blocks") as (places, run):
+            return Answer(block_use.block_use(places, run=run), block_use.render)
+
+    def _whole(self, name: str) -> AbstractContextManager[tuple[list[Path], Run]]:
+        """The journals, for an answer that reads no part of them."""
+        if self._window.bounded:
+            raise LedgerError(f"{name} reads whole journals: leave since and until out.")
+        return reading(self._paths)
+
+    def frames(self, *names: str) -> Any:
+        """The table of one name as a DataFrame; else a dictionary of the tables named, or of all tables.
+
+        Needs the analysis extra.
+        """
         try:
             from .trace import frames
         except ImportError as error:
             raise LedgerError(
                 f"Tables need the analysis extra ({error}): pip install 'kvledger[analysis]'."
             ) from error
-        return frames.tables(self._paths, names or tuple(TABLES), self._window)
+        found = frames.tables(self._paths, names or tuple(TABLES), self._window)
+        return found[names[0]] if len(names) == 1 else found
 
     def report(self, output: Choice | None = None, *, by: str = "", gpu_hour: float | None = None) -> Page:
         """The HTML report, also written to ``output``, as ``kvledger report``."""

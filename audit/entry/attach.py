@@ -153,8 +153,28 @@ class LiveAudit:
         """Why prompt tokens missed the caches, as ``kvledger why``."""
         return self._read(lambda audit: audit.why(by))
 
+    def show(self, request: str) -> Any:
+        """The account of a request, or the requests of a call, as ``kvledger show``."""
+        return self._read(lambda audit: audit.show(request))
+
+    def usage(self, log: str | Path) -> Any:
+        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger usage``."""
+        return self._read(lambda audit: audit.usage(log))
+
+    def whatif(self, blocks: str = "", **options: Any) -> Any:
+        """The hits of another cache, as ``kvledger whatif``. Level blocks only."""
+        return self._read(lambda audit: audit.whatif(blocks, **options))
+
+    def prefixes(self, top: int = 20) -> Any:
+        """The shared prefixes for which the cache saved and lost most. Level blocks only."""
+        return self._read(lambda audit: audit.prefixes(top))
+
+    def blocks(self) -> Any:
+        """How blocks were used, as ``kvledger blocks``. Level blocks only."""
+        return self._read(lambda audit: audit.blocks())
+
     def frames(self, *names: str) -> Any:
-        """The tables of these names as DataFrames; all tables if none is named. Needs the analysis extra."""
+        """The table of one name as a DataFrame; else a dictionary of the tables named, or of all tables."""
         return self._read(lambda audit: audit.frames(*names))
 
     def report(self, output: str | Path | None = None, by: str = "") -> Any:

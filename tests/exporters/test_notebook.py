@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.audit.analysis.test_prefixes import A, B, Recording
 from tests.exporters.labels import labelled
 
 import kvledger
+from kvledger.audit.analysis.whatif import Options
 from kvledger.audit.errors import LedgerError
+from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.notebook import Answer
+from kvledger.exporters.reports.block_use import block_use
+from kvledger.exporters.reports.prefixes import prefixes
 from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.reports.whatif import study
 from kvledger.exporters.reports.why import why
 
 
@@ -58,7 +64,8 @@ def test_frames_are_the_tables(trace: Path) -> None:
     pytest.importorskip("pandas")
     audit = kvledger.Audit(trace)
 
-    assert [3] == [len(frame) for frame in audit.frames("requests").values()]
+    assert 3 == len(audit.frames("requests"))
+    assert {"requests", "steps"} == audit.frames("requests", "steps").keys()
     assert {"requests", "lives", "steps"} <= audit.frames().keys()
     with pytest.raises(LedgerError, match="'nobody' is no table"):
         audit.frames("nobody")
@@ -69,7 +76,7 @@ def test_a_window_holds_for_every_answer(trace: Path) -> None:
     audit = kvledger.Audit(trace, until="2001-01-01")
 
     assert 0 == audit.data.requests == audit.summary().data[-1].requests == audit.why().data.requests
-    assert 0 == len(audit.frames("requests")["requests"])
+    assert 0 == len(audit.frames("requests"))
 
 
 def test_a_path_without_a_journal_is_one_sentence(tmp_path: Path) -> None:
@@ -77,3 +84,48 @@ def test_a_path_without_a_journal_is_one_sentence(tmp_path: Path) -> None:
         kvledger.Audit(tmp_path / "none").why()
     with pytest.raises(LedgerError, match="at least one path"):
         kvledger.Audit()
+
+
+def test_a_notebook_displays_each_answer_once(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Jupyter, a console of rich displays what it prints; the notebook displays the answer."""
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *printed: displayed.append(printed))
+    audit = kvledger.Audit(trace)
+    for answer in (audit, audit.summary()):
+        assert "request" in answer._repr_html_()
+        assert "request" in repr(answer)
+
+    assert [] == displayed
+
+
+def test_an_account_is_shown_by_any_id(trace: Path) -> None:
+    audit = kvledger.Audit(trace)
+    request = str(audit.frames("requests")["request_id"][0])
+
+    assert request == audit.show(request).data.account.request_id
+    assert request in repr(audit.show(request, every=True))
+    with pytest.raises(LedgerError, match="is called 'nobody'"):
+        audit.show("nobody")
+
+
+def test_usage_is_compared_with_a_log(trace: Path, tmp_path: Path) -> None:
+    log = tmp_path / "usage.jsonl"
+    log.write_text('{"id": "nobody", "usage": {"prompt_tokens": 3, "completion_tokens": 1}}\n')
+
+    assert "1 call" in repr(kvledger.Audit(trace).usage(log))
+
+
+def test_blocks_are_those_of_the_commands(tmp_path: Path) -> None:
+    recording = Recording(blocks=5)
+    recording.request([], [(1, A), (2, B)])
+    recording.request([], [(1, B), (2, A)])
+    folder = journals.write(tmp_path / "blocks", recording.events, level="blocks")
+    audit = kvledger.Audit(folder)
+
+    assert prefixes([folder]) == audit.prefixes().data
+    assert block_use([folder]) == audit.blocks().data
+    assert study([folder], Options(policies("lru"), blocks=[9])) == audit.whatif("9").data
+    assert "blocks" in repr(audit.whatif("9"))
+    with pytest.raises(LedgerError, match="reads whole journals"):
+        kvledger.Audit(folder, since="1h").prefixes()
