@@ -125,7 +125,8 @@ def test_blocks_are_those_of_the_commands(tmp_path: Path) -> None:
 
     assert prefixes([folder]) == audit.prefixes().data
     assert block_use([folder]) == audit.blocks().data
-    assert study([folder], Options(policies("lru"), blocks=[9])) == audit.whatif("9").data
+    options = Options(policies=policies("lru"), blocks=[9])
+    assert study([folder], options) == audit.whatif("9").data
     assert "blocks" in repr(audit.whatif("9"))
     with pytest.raises(LedgerError, match="reads whole journals"):
         kvledger.Audit(folder, since="1h").prefixes()
