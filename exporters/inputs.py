@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, TypeVar
 
 from ..audit.replay.parallel import Processes, Run, collect_rarely, is_remote
 from .reports.terminal import console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,6 +43,14 @@ def reading(
                 places = [stack.enter_context(remote.copied(place)) for place in places]
         out = console(stderr=True)
         if out.is_terminal:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
             columns = (TextColumn("reading journals"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             bar = stack.enter_context(Progress(*columns, console=out, transient=True))
             if local:

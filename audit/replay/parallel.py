@@ -7,13 +7,10 @@ whichever is done first, so figures do not depend on the number of processes.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -123,6 +120,10 @@ class Processes:
         if jobs < 2 or (not self.jobs and sum(sizes) < WORTH_BYTES):
             yield from map(work, items)
             return
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+
         # A fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=begin_worker) as pool:

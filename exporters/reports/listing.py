@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.text import Text
 from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
+from ...audit.replay.atomic_files import FOLDER
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.replay.short_names import short_names
@@ -65,6 +67,8 @@ def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> 
 
 def _compacted_verdict(journal: Path) -> str:
     """The verdict when the journal was last compacted; "" if it never was."""
+    if not os.path.lexists(journal.parent / FOLDER):
+        return ""  # which needs no replay to be imported
     from ..facts import kept
 
     session = kept.load(kept.place(journal))

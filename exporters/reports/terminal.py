@@ -15,7 +15,6 @@ from decimal import Decimal
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -165,6 +164,8 @@ def progress(before: str, text: str) -> Iterator[Callable[[int, int], None]]:
 
     One plain line where standard error is not a terminal. Nothing is drawn before the first move.
     """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     out = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, transient=True)

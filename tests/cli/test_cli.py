@@ -771,11 +771,12 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert "[]\n" == outcome.stdout
 
 
-def test_a_list_of_journals_imports_no_templates_and_no_simulation(clean: Path) -> None:
+def test_a_list_of_journals_imports_no_audit_and_no_templates(clean: Path) -> None:
     program = (
         "import atexit, sys\n"
         "from kvledger.cli import main\n"
-        "heavy = {'jinja2', 'kvledger.audit.analysis.cache_simulation', 'kvledger.audit.replay.journals'}\n"
+        "heavy = {'jinja2', 'multiprocessing', 'rich.progress', 'kvledger.audit.checks',\n"
+        "  'kvledger.audit.analysis.cache_simulation', 'kvledger.audit.replay.journals'}\n"
         "atexit.register(lambda: print(sorted(heavy & sys.modules.keys()), file=sys.stderr))\n"
         "main()"
     )
