@@ -44,6 +44,8 @@ class JournalState(msgspec.Struct):
     ``beginning`` has the first bytes of the segment at ``position``, which tell this journal from another
     with the same name. ``ended``: everything was read. ``damage``: how many damaged places were found.
     ``engine_audit``: the :class:`~kvledger.audit.replay.followed_audit.FollowedAudit`, serialized.
+    ``settled_segment``: the journal's oldest segment when only the sums of an ended engine were kept; -1: the
+    audit can go on.
     """
 
     name: str
@@ -53,6 +55,7 @@ class JournalState(msgspec.Struct):
     stopped: bool
     damage: int
     engine_audit: msgspec.Raw
+    settled_segment: int = -1
 
 
 class FoldedJournal(msgspec.Struct, frozen=True):

@@ -85,6 +85,20 @@ class FollowedAudit(EngineAudit):
         )
 
 
+def settled(audit: FollowedAudit) -> FollowedAudit:
+    """The audit of an ended engine with all its sums and findings, without what decides how it would go on.
+
+    The blocks of a pool take more memory than everything else.
+    """
+    whole = FollowedAudit(audit.path, name=audit.name)
+    ledger, before = whole.auditor.ledger, audit.auditor.ledger
+    ledger.engine, ledger.at, ledger.stopped = before.engine, before.at, before.stopped
+    whole.sums = audit.sums
+    whole.series, whole.engine_counters = audit.series, audit.engine_counters
+    whole.read_seconds, whole.checkpoint_seconds = audit.read_seconds, audit.checkpoint_seconds
+    return whole
+
+
 def folded(name: str, audit: FollowedAudit, before: FollowedAudit | None) -> FollowedAudit:
     """One audit for an engine that has ended and those of its name that ended ``before``.
 

@@ -18,7 +18,7 @@ from ...audit.journal.format import segments
 from ...audit.journal.reader import Batch, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import JournalState
-from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.followed_audit import FollowedAudit, settled
 
 OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]
 """Called after each batch has been audited, with the findings that are new."""
@@ -39,6 +39,12 @@ class FollowedJournal:
         """Held while a batch of this journal is posted, and by every thread that looks at the audit."""
         self.shown = False
         """Whether the journal has been read to its end once, so that its figures may be exported."""
+        self.lived = False
+        """Whether its engine ran when the journal was last read to its end."""
+        self.settled_segment = -1
+        """The oldest segment when the audit of the ended engine was settled; -1: it can go on as it is."""
+        self.before: FollowedAudit | None = None
+        """What is exported while a journal whose audit was settled is read again."""
         self.ended = False
         """Whether the engine is gone and everything it wrote has been read."""
         self.problem = ""
@@ -47,6 +53,8 @@ class FollowedJournal:
         """Whether kvledger itself failed on this journal; it is not tried again."""
         self.retry_at = 0.0
         """The monotonic time before which a journal with a problem is not tried again."""
+        self.ended_at = 0.0
+        """The monotonic time at which the journal had ended."""
         self.end_of_files = (0, 0)
         """The number of the newest segment, and its bytes, when the journal had ended."""
         self.batches = 0
@@ -64,6 +72,11 @@ class FollowedJournal:
         self._saved_compared = self._compared()
         """The versions of the comparisons in it."""
 
+    @property
+    def exported(self) -> FollowedAudit:
+        """The audit whose figures are exported."""
+        return self.before or self.engine_audit
+
     def _compared(self) -> tuple[int, int]:
         """The versions of what was compared with other journals: KV events, and prompts of two engines."""
         audit = self.engine_audit
@@ -71,7 +84,7 @@ class FollowedJournal:
 
     def state(self) -> JournalState | None:
         """Return what a checkpoint stores; a broken journal keeps the state it had before it broke."""
-        if self.broken:
+        if self.broken or self.before is not None:
             return self.saved
         position, last = self.reader.resumable, self.saved
         compared = self._compared()
@@ -89,6 +102,7 @@ class FollowedJournal:
             self.reader.stopped,
             self.damage,
             msgspec.Raw(serialize.capture(self.engine_audit)),
+            self.settled_segment,
         )
         return self.saved
 
@@ -123,13 +137,14 @@ class FollowedJournal:
         if self.reader.ended:
             self.end()
             save_soon()
-        self.shown = True
+        self.lived = not self.ended
+        self.shown, self.before = True, None
 
     def end(self) -> None:
         """Close the open requests: the journal gets no more events."""
         with self.lock:
             self.engine_audit.end(stopped=self.reader.stopped)
-        self.ended = True
+        self.ended, self.ended_at = True, time.monotonic()
         self.end_of_files = end_of(self.engine_audit.path)
 
     def look(self) -> None:
@@ -141,9 +156,34 @@ class FollowedJournal:
         elif now[1] > before[1] and math.isinf(self.unread_since):
             self.unread_since = time.monotonic()
 
+    def settle(self) -> None:
+        """Keep only the sums of an engine that has ended. A journal that is revived is read again then.
+
+        The caller holds the lock over all journals.
+        """
+        self.engine_audit = settled(self.engine_audit)
+        self.settled_segment = first_segment(self.engine_audit.path)
+
     def revive(self) -> None:
         """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
         self.ended = self.reader.ended = False
+
+    def read_again(self, engine_audit: FollowedAudit) -> None:
+        """Read the journal from its beginning into a new audit; what is exported stays until it is read."""
+        self.before = self.engine_audit
+        engine_audit.series = self.before.series
+        self.reader.close()
+        self.engine_audit, self.reader = engine_audit, Reader(engine_audit.path)
+        engine_audit.compare_events()
+        self.ended, self.settled_segment = False, -1
+
+
+def first_segment(journal: Path) -> int:
+    """The number of the oldest segment of a journal; 0 if that can't be found out."""
+    try:
+        return min(segments(journal), default=0) if journal.is_dir() else 1
+    except OSError:
+        return 0
 
 
 def end_of(journal: Path) -> tuple[int, int]:

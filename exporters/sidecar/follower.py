@@ -33,12 +33,13 @@ from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.prompt_pairs import pair
+from ...audit.replay.recorded_events import FORGET_SECONDS
 from ..metrics import values
 from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
 from .audits_lock import AuditsLock
 from .ended_engines import EndedEngines
-from .followed_journal import FollowedJournal, OnBatch, end_of
+from .followed_journal import FollowedJournal, OnBatch, end_of, first_segment
 from .journal_finder import FolderFinder, JournalFinder, Notify
 
 POLL_SECONDS = 0.5
@@ -65,6 +66,12 @@ UNREAD_SECONDS = 60.0
 
 RETRY_SECONDS = 30.0
 """How often a journal that can't be read is tried again."""
+
+SETTLE_SECONDS = 60.0
+"""How long the audit of an engine that was seen to run can go on after its end, in case the end is revoked.
+
+One whose KV events are compared is needed for :data:`FORGET_SECONDS`.
+"""
 
 PAST_NAMES = 32
 """How many names of ended engines keep their figures; the name that ended first leaves first."""
@@ -159,9 +166,7 @@ class Follower:
         """
         busy = self.lock.busy
         shown = sorted(
-            (one.name, one.engine_audit)
-            for one in self.journals.values()
-            if one.shown and one.name not in busy
+            (one.name, one.exported) for one in self.journals.values() if one.shown and one.name not in busy
         )
         self.health.unreadable = len(self.problems)
         return EngineAudits([*self.past.values(), *(engine_audit for _, engine_audit in shown)], self.health)
@@ -270,6 +275,9 @@ class Follower:
             self._set_problem(journal, f"kvledger itself failed ({type(error).__name__}: {error})")
         if journal.ended:
             self._note_ended(journal, time.time())
+            if self._fold:
+                self._fold_earlier(compared=False)
+                self._settle(journal)
         self.heartbeat = time.monotonic()
 
     def _posted(self, journal: FollowedJournal, batch: Batch, violations: list[Violation]) -> None:
@@ -372,11 +380,23 @@ class Follower:
         self.health.unread = unread
 
     def _revive(self, journal: FollowedJournal) -> None:
+        path = journal.engine_audit.path
         with self.lock:
-            journal.revive()
             self.ended.revoked(engine_label(journal.engine_audit), journal.name)
         if journal.name in self._to_fold:
             self._to_fold.remove(journal.name)
+        if journal.settled_segment < 0:
+            journal.revive()
+        elif journal.settled_segment == first_segment(path):
+            engine_audit = FollowedAudit(path)
+            self.on_opened(engine_audit)
+            with self.lock:
+                journal.read_again(engine_audit)
+        else:  # rotation has removed a part of what the sums have
+            with self.lock:
+                self.ended.fold(self._drop(journal.name), time.time())
+            self._follow_again(self.ended.folded[journal.name], path)
+            return
         self._notify_once(f"{journal.name} seemed to have ended and goes on.")
         self._read(journal, None, TURN_SECONDS)
 
@@ -405,14 +425,35 @@ class Follower:
         if earlier:
             self._to_fold.append(earlier)
 
+    def _settle(self, journal: FollowedJournal) -> None:
+        """Drop the open state of an ended engine when nobody needs it any more."""
+        if journal.settled_segment < 0 and not journal.broken:
+            compared = journal.engine_audit.live_events.engine_began
+            needed = FORGET_SECONDS if compared else SETTLE_SECONDS if journal.lived else 0.0
+            if time.monotonic() - journal.ended_at >= needed:
+                with self.lock:
+                    journal.settle()
+
+    def _fold_earlier(self, *, compared: bool) -> None:
+        """Fold the engines that ended before the last of their name; ``compared``: also those with KV events,
+        which are needed until requests have been routed.
+        """
+        with self.lock:
+            for name in list(self._to_fold):
+                journal = self.journals.get(name)
+                if journal is None or compared or not journal.engine_audit.live_events.engine_began:
+                    self._to_fold.remove(name)
+                    if journal is not None:
+                        self.ended.fold(self._drop(name), time.time())
+
     def _fold_ended(self) -> None:
         """Fold engines that have ended, and drop names that ended long ago or are too many."""
         followed = {engine_label(one.engine_audit) for one in self.journals.values() if not one.ended}
+        self._fold_earlier(compared=True)
+        for journal in self.journals.values():
+            if journal.ended:
+                self._settle(journal)
         with self.lock:
-            for name in self._to_fold:
-                if name in self.journals:
-                    self.ended.fold(self._drop(name), time.time())
-            self._to_fold.clear()
             for left in self.ended.leaving(followed, PAST_NAMES, time.time() - PAST_SECONDS):
                 if left.journal in self.journals:
                     self._drop(left.journal)
@@ -541,6 +582,7 @@ class Follower:
         journal.shown = state.ended
         journal.end_of_files = end_of(engine_audit.path)
         journal.damage = state.damage
+        journal.settled_segment = state.settled_segment
         journal.saved = state
         self.journals[state.name] = journal
         if state.ended:

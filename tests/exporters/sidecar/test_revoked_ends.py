@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import journals
+from tests.audit.analysis.test_prefixes import Recording
 from tests.exporters.sidecar.crash import counted
 from tests.exporters.sidecar.test_follower import Engine, ended, following, rose
 
+from kvledger.audit import events as ev
 from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import LOCK
+from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.sidecar import follower as follower_module
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -92,11 +96,17 @@ def polled(follower: Follower) -> int:
     return ended(follower)
 
 
+@pytest.mark.parametrize("settle_seconds", [60.0, 0.0], ids=["can go on", "settled at once"])
 @pytest.mark.parametrize("others_end", [False, True], ids=["last of its name", "folded"])
 @pytest.mark.parametrize("disturb", DISTURBANCES)
 def test_the_figures_of_a_live_engine_go_on(
-    disturb: Callable[[Path], None], others_end: bool, tmp_path: Path
+    disturb: Callable[[Path], None],
+    others_end: bool,
+    settle_seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(follower_module, "SETTLE_SECONDS", settle_seconds)
     engine = Engine(tmp_path / "engine-1", model="one")
     engine.serve()
     with following(tmp_path) as follower:
@@ -187,3 +197,20 @@ def test_an_ended_journal_is_left_alone(tmp_path: Path) -> None:
             assert 0 == follower.health.unread
             follower.save()
     assert [] == said
+
+
+def test_an_engine_that_ended_before_the_start_keeps_its_sums_and_no_blocks(tmp_path: Path) -> None:
+    """The blocks of a pool take more memory than everything else."""
+    recording = Recording(blocks=64)
+    recording.request([], [(1, 1), (2, 2)])
+    at = recording.events[-1].at
+    finished = ev.Finished(at, 0, "stop", 32, 0, 0, -1, -1)
+    folder = journals.write(tmp_path / "engine-1", [*recording.events, finished], level="blocks")
+
+    with following(tmp_path) as follower:
+        (audit,) = follower.audits
+        assert 1 == ended(follower)
+        assert not audit.auditor.ledger.blocks.pools
+    (whole,) = audit_paths([folder]).engines
+    assert whole.auditor.ledger.blocks.pools
+    assert whole.totals() == audit.totals()
