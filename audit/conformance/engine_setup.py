@@ -78,6 +78,8 @@ class EngineSetup:
     is computed again. Mamba: states."""
     sliding_window: int = 64
     """Also the length of a chunk and of a replayed window."""
+    encoder_tokens: int = 0
+    """Encoder tokens that a step may compute and that the encoder's cache holds; 0: a model of text."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
@@ -101,7 +103,13 @@ def build_scheduler(setup: EngineSetup) -> Any:
         include_finished_set=False,
         log_stats=setup.log_stats,
     )
-    return _scheduler_class(setup)(**arguments)
+    scheduler = _scheduler_class(setup)(**arguments)
+    if setup.encoder_tokens:
+        from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+        scheduler.max_num_encoder_input_tokens = setup.encoder_tokens
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=setup.encoder_tokens)
+    return scheduler
 
 
 def _scheduler_class(setup: EngineSetup) -> Any:
@@ -223,6 +231,8 @@ def _vllm_config(setup: EngineSetup) -> Any:
         device_config=DeviceConfig(device="cpu"),
     )
     config.cache_config.num_gpu_blocks = setup.blocks
+    if "mamba" in setup.groups:
+        config.cache_config.mamba_cache_mode = _state_mode(setup)
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
         # Since 0.30 an engine core asks its workers: one tensor per layer, of [blocks, heads, tokens, ...].
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -317,16 +327,22 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
         ),
         "mamba": lambda: _call(
             of.MambaSpec,
-            block_size=setup.block_size,
+            block_size=setup.block_size if setup.prefix_caching else setup.max_model_len,
             shapes=((1,),),
             dtypes=(torch.float32,),
-            mamba_cache_mode="align",  # since 0.33 a prefix cache allows no other
+            mamba_cache_mode=_state_mode(setup),
+            num_speculative_blocks=setup.drafts,
         ),
     }
     groups = [
         of.KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
     ]
     return _call(of.KVCacheConfig, num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _state_mode(setup: EngineSetup) -> str:
+    """How states are cached: since 0.33 a prefix cache allows no other mode."""
+    return "align" if setup.prefix_caching else "none"
 
 
 def _call(function: Callable[..., Any], **arguments: Any) -> Any:

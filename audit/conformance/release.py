@@ -45,10 +45,19 @@ def _may_defer() -> bool:
     return "None" in returned or "Optional" in returned
 
 
+def _splitting_groups() -> Any:
+    coordinator: Any = _class("v1.core.kv_cache_coordinator:HybridKVCacheCoordinator")
+    return coordinator.verify_and_split_kv_cache_groups.__code__
+
+
 _ASYNC = "v1.core.sched.async_scheduler:AsyncScheduler"
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 
 CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
+    "aligned states": (
+        "states can't be cached at the ends of blocks",
+        lambda: _has_field("config:CacheConfig", "mamba_cache_mode"),
+    ),
     "async": ("no AsyncScheduler", lambda: _class(_ASYNC) is not object),
     "async drafts": (
         "no drafts under async scheduling",
@@ -62,6 +71,10 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "dropped output": (
         "output in flight is always delivered",
         lambda: _scheduler_has("_preempt_request", "drop_stale_output"),
+    ),
+    "encoder inputs": (
+        "no features of multimodal inputs",
+        lambda: _class("multimodal.inputs:MultiModalFeatureSpec") is not object,
     ),
     "failed load": ("a load can't fail", lambda: _scheduler_has("_handle_invalid_blocks")),
     "failed load as a whole": (
@@ -84,7 +97,15 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
         "the prefix cache can't be reset under running requests",
         lambda: _scheduler_has("reset_prefix_cache", "reset_running_requests"),
     ),
+    "several kinds of windows": (
+        "beside full attention all groups are of one kind",
+        lambda: "attention_groups" in _splitting_groups().co_names,
+    ),
     "session": ("no streaming sessions", lambda: _scheduler_has("_update_request_as_session")),
+    "states": (
+        "no groups of states with several shapes",
+        lambda: _has_field("v1.kv_cache_interface:MambaSpec", "dtypes"),
+    ),
 }
 """By name: the reason to leave a scenario out, and whether the installed vLLM has the capability."""
 

@@ -1,8 +1,10 @@
-"""What each block of the first KV cache group really contains, from a tape: a device that only copies tokens.
+"""What each block of each KV cache group really contains, from a tape: a device that only copies tokens.
 
 A slot contains the token prefix whose KV was written into it, or nothing of use. A position that a step
-executes is written with its prefix if every slot below it, in the request's own block table, contains the
-right prefix; otherwise its KV is garbage. Rejected drafts and failed loads leave garbage.
+executes is written with its prefix if every slot that it reads, in the request's own block tables, contains
+the right prefix; otherwise its KV is garbage. A group of full attention reads all slots below, a window the
+last ones, and a group of states the one checkpoint that the last step left. Rejected drafts and failed loads
+leave garbage.
 
 From this follows whether a history is one in which the engine itself went wrong: a block stays in the prefix
 cache without the KV that its hash stands for (*bad cached block*), a request is given such a block (*bad
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential import tape
-from tests.differential.tape import Cached, Fact, State
+from tests.differential.tape import Cached, Fact, Group, State, Tables
 
 GARBAGE = 0
 """What a slot contains that no request may read."""
@@ -44,7 +46,7 @@ class Admission:
     """A request's blocks and hits, as the device sees them."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    tables: Tables
     local: int
     external: int
     asynchronous: bool
@@ -53,6 +55,10 @@ class Admission:
     """Failed loads after which the scheduler moved the request back."""
     loaded: bool = False
     checked: bool = False
+    ordered: Tables = ()
+    """The tables at the admission, into which its load goes."""
+    state_column: int | None = None
+    """The place in a table of states where the last step left the state; None: nothing was executed."""
 
 
 @dataclass
@@ -63,10 +69,12 @@ class Work:
     start: int
     tokens: int
     drafts: int
-    blocks: tuple[int, ...]
+    tables: Tables
     sequence: tuple[int, ...]
     failures: int
     """The admission's failures when the step was scheduled."""
+    end: int
+    """Where the scheduler expects the step to end."""
 
 
 @dataclass
@@ -81,7 +89,8 @@ class Step:
 class Device:
     """All slots, and what went wrong."""
 
-    block_size: int
+    layout: tuple[Group, ...] = ()
+    null_block: int = -1
     prefixes: Prefixes = field(default_factory=Prefixes)
     slots: dict[int, list[int]] = field(default_factory=dict)
     flight: list[Step] = field(default_factory=list)
@@ -105,6 +114,7 @@ class Device:
 
     def read(self, recorded: tape.Tape) -> Device:
         self._hashes = recorded.prefixes
+        self.layout, self.null_block = recorded.layout, recorded.null_block
         for fact in recorded.facts:
             self._read(fact)
         return self
@@ -135,31 +145,32 @@ class Device:
     def _admitted(self, fact: tape.Allocated) -> None:
         admission = Admission(
             fact.request_id,
-            fact.blocks,
+            fact.tables,
             fact.local,
             fact.external,
             fact.asynchronous,
             fact.sequence,
+            ordered=fact.tables,
         )
         self.admissions[fact.request_id] = admission
         self.failed_blocks.pop(fact.request_id, None)
-        self._next.new_blocks += fact.blocks[-(-fact.local // self.block_size) :]
+        for group, table in zip(self.layout, fact.tables, strict=True):
+            self._next.new_blocks += table[-(-fact.local // group.block_size) :]
 
     def _scheduled(self, fact: tape.Scheduled) -> None:
         step = self._next
         for name, (tokens, drafts) in fact.rows.items():
             admission = self.admissions[name]
-            blocks = fact.blocks[name]
-            step.new_blocks += blocks[len(admission.blocks) :]
-            admission.blocks = blocks
-            sequence = fact.sequences[name]
+            tables = fact.tables[name]
+            for table, old in zip(tables, admission.tables, strict=True):
+                step.new_blocks += {*table}.difference(old)
+            admission.tables = tables
+            start, sequence = fact.computed[name], fact.sequences[name]
             step.works[name] = Work(
-                admission, fact.computed[name], tokens, drafts, blocks, sequence, admission.failures
+                admission, start, tokens, drafts, tables, sequence, admission.failures, start + tokens
             )
             state = self.states[name]
-            self.states[name] = State(
-                "RUNNING", fact.computed[name] + tokens, state.tokens, state.prompt_tokens, blocks
-            )
+            self.states[name] = State("RUNNING", start + tokens, state.tokens, state.prompt_tokens, tables)
         self.flight.append(step)
         self._next = Step()
         self._judge(fact.cached)
@@ -169,7 +180,7 @@ class Device:
     def _output(self, fact: tape.Output) -> None:
         step = self.flight.pop(0)
         for block in step.new_blocks:
-            self.slots[block] = [GARBAGE] * self.block_size
+            self.slots[block] = []
         loading = {
             *fact.received,
             *(n for n, s in fact.before.items() if s.status.startswith("WAITING_FOR_R")),
@@ -181,7 +192,7 @@ class Device:
         for name, work in step.works.items():
             failed = work.failures < work.admission.failures or self._fails(fact, name)
             # A life that has ended: no request has its blocks now, and the scheduler drops its output.
-            failed |= bool(fact.invalid_blocks.intersection(work.blocks)) and not fact.returned.get(name)
+            failed |= bool(fact.invalid_blocks.intersection(*work.tables[:1])) and not fact.returned.get(name)
             sane = self._execute(work, fact.sampled.get(name, ()), failed)
             if not sane and fact.returned.get(name):
                 self.bad_tokens.add(name)
@@ -204,22 +215,42 @@ class Device:
         """A load writes its blocks, except those that it reports invalid."""
         admission.loaded = True
         numbers = self.prefixes.of(admission.sequence)
-        for position in range(admission.local, admission.local + admission.external):
-            block = admission.blocks[position // self.block_size]
-            if block not in invalid:
-                self._write(block, position, numbers[position])
+        start, end = admission.local, admission.local + admission.external
+        for group, table in zip(self.layout, admission.ordered, strict=True):
+            for position in range(end - 1 if group.kind == "state" else start, end):
+                block = table[position // group.block_size]
+                if block not in invalid:
+                    self._write(group, block, position, numbers[position])
 
-    def _write(self, block: int, position: int, number: int) -> None:
-        slots = self.slots.setdefault(block, [GARBAGE] * self.block_size)
-        slots[position % self.block_size] = number
+    def _write(self, group: Group, block: int, position: int, number: int) -> None:
+        """Write the KV of a position into its slot, or its state into the block."""
+        size = 1 if group.kind == "state" else group.block_size
+        if block != self.null_block:
+            slots = self.slots.get(block) or [GARBAGE] * size
+            slots[position % size] = number
+            self.slots[block] = slots
 
-    def _contains(self, blocks: tuple[int, ...], numbers: list[int], end: int) -> bool:
-        """Whether the blocks contain the first ``end`` prefixes."""
-        size = self.block_size
-        for start in range(0, end, size):
-            count = min(size, end - start)
-            slots = self.slots.get(blocks[start // size], ())
-            if list(slots[:count]) != numbers[start : start + count]:
+    def _reads(self, work: Work, numbers: list[int], start: int) -> bool:
+        """Whether each group contains what a token at position ``start`` reads."""
+        return all(
+            self._contains(group, table, work.admission.state_column, numbers, start)
+            for group, table in zip(self.layout, work.tables, strict=True)
+        )
+
+    def _contains(
+        self, group: Group, table: tuple[int, ...], column: int | None, numbers: list[int], end: int
+    ) -> bool:
+        size = group.block_size
+        if group.kind == "other":
+            return True
+        if group.kind == "state":
+            block = table[(end - 1) // size if column is None else column]
+            return not end or self.slots.get(block) == [numbers[end - 1]]
+        first = group.first_read(end) // size * size
+        for start in range(first, end, size):
+            slots = self.slots.get(table[start // size], ())
+            low, high = max(start, group.first_read(end)), min(start + size, end)
+            if list(slots[low - start : high - start]) != numbers[low:high]:
                 return False
         return True
 
@@ -237,23 +268,39 @@ class Device:
         rejected = work.drafts - (len(sampled) - 1) if work.drafts and sampled else 0
         last = work.start + work.tokens - rejected
         numbers = self.prefixes.of(known)
-        sane = self._contains(work.blocks, numbers, min(work.start, len(numbers)))
+        sane = self._reads(work, numbers, min(work.start, len(numbers)))
         if not sane and not failed:
             self.bad_reads.add(name)
         sane = sane and complete
         if not work.admission.checked:
             work.admission.checked = True
-            if not self._contains(work.blocks, numbers, work.admission.local):
+            if not self._reads(work, numbers, work.admission.local):
                 self.bad_hits.add(name)
-        for position in range(work.start, work.start + work.tokens):
-            block = work.blocks[position // self.block_size]
-            right = sane and position < last and position < len(numbers)
-            self._write(block, position, numbers[position] if right else GARBAGE)
+        for group, table in zip(self.layout, work.tables, strict=True):
+            self._write_step(work, group, table, numbers if sane else [], min(last, len(numbers)))
+        work.admission.state_column = (work.end - 1) // max(each.block_size for each in self.layout)
         for later in (step.works.get(name) for step in self.flight) if rejected else ():
             # The device goes on behind the accepted drafts; the scheduler did not know them yet.
             if later is not None and later.admission is work.admission and later.failures == work.failures:
                 later.start -= rejected
         return sane
+
+    def _write_step(
+        self, work: Work, group: Group, table: tuple[int, ...], numbers: list[int], last: int
+    ) -> None:
+        """Write what a step computed; nothing at ``last`` or above it is of use."""
+        if group.kind != "state":
+            for position in range(work.start, work.start + work.tokens):
+                number = numbers[position] if position < min(last, len(numbers)) else GARBAGE
+                self._write(group, table[position // group.block_size], position, number)
+            return
+        of_state = numbers[last - 1] if numbers else GARBAGE
+        self._write(group, table[(work.end - 1) // group.block_size], 0, of_state)
+        if work.drafts:  # the state at the end of a block is copied there when drafts are accepted
+            for end in range(group.block_size, last + 1, group.block_size):
+                if end > work.start and end < work.end:
+                    number = numbers[end - 1] if numbers else GARBAGE
+                    self._write(group, table[end // group.block_size - 1], 0, number)
 
     # What is left in the prefix cache.
 
@@ -262,19 +309,21 @@ class Device:
         to_come = {block for step in (*self.flight, self._next) for block in self._filled(step)}
         for state in self.states.values():
             if not state.finished:
-                to_come.update(state.blocks[state.computed // self.block_size :])
-        for block, block_hash in cached.items():
-            expected = self._hashes.get(block_hash)
-            if expected is None or block in to_come:
+                for group, table in zip(self.layout, state.tables, strict=False):
+                    to_come.update(table[state.computed // group.block_size :])
+        for block, (place, block_hash) in cached.items():
+            expected, group = self._hashes.get(block_hash), self.layout[place]
+            if expected is None or block in to_come or group.kind == "other":
                 continue
-            numbers = self.prefixes.of(expected)[-self.block_size :]
-            if self.slots.get(block, []) != numbers:
+            numbers = self.prefixes.of(expected)[-group.block_size :]
+            if self.slots.get(block, []) != (numbers[-1:] if group.kind == "state" else numbers):
                 self.bad_cached.add(block)
 
     def _filled(self, step: Step) -> Iterable[int]:
         for work in step.works.values():
-            first = work.start // self.block_size
-            yield from work.blocks[first : (work.start + work.tokens - 1) // self.block_size + 1]
             admission = work.admission
-            if admission.external and not admission.loaded:
-                yield from work.blocks[admission.local // self.block_size :]
+            for group, table in zip(self.layout, work.tables, strict=True):
+                first = work.start // group.block_size
+                yield from table[first : (work.start + work.tokens - 1) // group.block_size + 1]
+                if admission.external and not admission.loaded:
+                    yield from table[admission.local // group.block_size :]

@@ -50,6 +50,8 @@ class OracleAccount(Account):
     """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
+    whole_load: bool = False
+    """Whether a load brought the whole sequence, so that the engine computes its last token again."""
     load_failures: int = 0
     resets: int = 0
     """Resets of the prefix cache that preempted the request."""
@@ -318,6 +320,8 @@ class Oracle:
         account = self.accounts[fact.request_id]
         if follows("uncounted waits"):
             self._received(account)
+        if account.life is not None and fact.after < account.life.local + account.life.external:
+            account.whole_load = True
         if account.life is not None and fact.after > account.life.local + account.life.external:
             account.faults.add("load-rounded-up")
 

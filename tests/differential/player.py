@@ -31,6 +31,10 @@ MAX_STEPS = 300
 """Most steps that a history may take to finish after its last operation."""
 
 
+NEEDS = {"chunked": ["chunked groups"], "replay": ["replayed window"], "mamba": ["states"]}
+"""What a release must be capable of to have a kind of group. Sliding windows take the place of others."""
+
+
 @dataclass
 class Played:
     """How a history went."""
@@ -51,9 +55,28 @@ def _setup(history: History) -> dict[str, Any]:
         setup.pop("drafts", None)
     if "connector" in setup and release.lacking(["hybrid connector"]):
         setup.pop("groups", None)
-    if "groups" in setup and release.lacking(["replayed window"]):
-        setup["groups"] = tuple(kind.replace("replay", "sliding") for kind in setup["groups"])
+    groups = tuple(
+        "sliding" if release.lacking(NEEDS.get(kind, ())) else kind for kind in setup.get("groups", ())
+    )
+    if len({*groups}) > 2 and release.lacking(["several kinds of windows"]):
+        groups = (groups[0], groups[-1])
+    if "mamba" in groups and release.lacking(["aligned states"]):
+        setup["prefix_caching"] = False
+    if groups:
+        setup["groups"] = groups
+    if release.lacking(["encoder inputs"]):
+        setup.pop("encoder_tokens", None)
     return setup
+
+
+def features(images: tuple[tuple[str, int, int], ...]) -> list[Any]:
+    """The encoder inputs of a request, as vLLM has them."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=first, length=tokens))
+        for name, first, tokens in images
+    ]
 
 
 def play(history: History, attach: Callable[[Any], object] = id) -> Played:
@@ -136,6 +159,7 @@ class _Player:
             shares=(f"family {add.family}", add.shared),
             resumable=resumable,
             priority=add.priority,
+            of_request={"mm_features": features(add.images)} if self.driver.setup.encoder_tokens else None,
         )
 
     def chunk(self, which: int, tokens: int, max_tokens: int) -> None:

@@ -14,6 +14,16 @@ from typing import Any, NamedTuple
 
 BLOCK = 4
 """Tokens of a block. With larger blocks all prompts and limits are as many times larger."""
+SEVERAL = (
+    ("full", "sliding", "sliding"),
+    ("full", "chunked"),
+    ("full", "sliding", "chunked"),
+    ("full", "mamba"),
+    ("full", "mamba"),
+    ("full", "mamba", "mamba"),
+    ("full", "sliding", "mamba"),
+)
+"""The KV cache groups of models with more than full attention."""
 
 
 class Add(NamedTuple):
@@ -32,6 +42,8 @@ class Add(NamedTuple):
     asynchronous: bool = False
     """Whether the external cache loads them asynchronously."""
     delay_free: bool = False
+    images: tuple[tuple[str, int, int], ...] = ()
+    """Encoder inputs of the prompt: name, first position and tokens of each."""
 
 
 class Store(NamedTuple):
@@ -118,7 +130,9 @@ def draw(seed: int, block_size: int = BLOCK) -> History:
     """The history of a seed."""
     dice = random.Random(seed)
     setup, depth = _setup(dice, block_size)
-    drawing = _Drawing(dice, setup, depth)
+    kinds = random.Random(f"kinds of {seed}")
+    _add_groups(kinds, setup)
+    drawing = _Drawing(dice, kinds, setup, depth)
     return History(seed, setup, depth, tuple(drawing.operations()))
 
 
@@ -156,11 +170,28 @@ def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
     return setup, depth
 
 
+def _add_groups(dice: random.Random, setup: dict[str, Any]) -> None:
+    """Draw what a model has beside one group of full attention."""
+    times = setup["block_size"] // BLOCK
+    if "groups" not in setup and dice.random() < 0.3:
+        groups = dice.choice(SEVERAL)
+        setup |= {"groups": groups, "sliding_window": times * dice.choice((4, 8, 12))}
+        setup["blocks"] *= len(groups)
+        if "chunked" in groups and setup.get("drafter") == "eagle":
+            setup["drafter"] = "ngram"  # no release has both
+        if "mamba" in groups:
+            setup.pop("prefix_caching", None)  # without it a block of states has another size
+    if dice.random() < 0.1:
+        setup["encoder_tokens"] = times * dice.choice((8, 16, 32))
+
+
 @dataclass
 class _Drawing:
     """Draws the operations of one history."""
 
     dice: random.Random
+    kinds: random.Random
+    """Draws what only some kinds of models have."""
     setup: dict[str, Any]
     depth: int
     added: int = 0
@@ -201,7 +232,14 @@ class _Drawing:
             stored=self.stored(prompt) if external else 0,
             asynchronous=dice.random() < 0.5,
             delay_free="connector" in self.setup and dice.random() < 0.1,
+            images=self.images(prompt) if "encoder_tokens" in self.setup else (),
         )
+
+    def images(self, prompt: int) -> tuple[tuple[str, int, int], ...]:
+        """Encoder inputs that requests of a family may have in common."""
+        first, tokens = (self.times * self.kinds.choice(sizes) for sizes in ((0, 2, 5), (1, 3, 6)))
+        drawn = [(self.kinds.choice(("cat", "dog")), at, tokens) for at in (first, first + 2 * tokens)]
+        return tuple(image for image in drawn if image[1] + tokens <= prompt)
 
     @property
     def times(self) -> int:

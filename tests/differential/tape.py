@@ -7,10 +7,12 @@ interpreted here; fields of vLLM's objects are copied, because vLLM changes the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tests.differential.release_rules import follows
 
@@ -18,8 +20,46 @@ FINISHED = "FINISHED"
 """The statuses of ended requests begin with this word."""
 
 
-Cached = dict[int, Any]
-"""The hash of each block of the first KV cache group that is in the prefix cache, by block id."""
+Cached = dict[int, tuple[int, Any]]
+"""The KV cache group and the hash of each block that is in the prefix cache, by block id."""
+Tables = tuple[tuple[int, ...], ...]
+"""A request's blocks of each KV cache group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the tokens of one KV cache group read."""
+
+    kind: Literal["full", "sliding", "chunked", "state", "other"]
+    """State: the checkpoint of the token before; other: what the oracle does not know."""
+    block_size: int
+    tokens: int = 0
+    """Length of a window or a chunk."""
+
+    def first_read(self, position: int) -> int:
+        """The first position that the token at ``position`` reads."""
+        if self.kind == "sliding":
+            return max(0, position - self.tokens + 1)
+        return position // self.tokens * self.tokens if self.kind == "chunked" else 0
+
+
+def layout(config: Any) -> tuple[Group, ...]:
+    """The groups of a scheduler's own KVCacheConfig."""
+    groups = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        match type(spec).__name__:
+            case "FullAttentionSpec":
+                groups.append(Group("full", spec.block_size))
+            case "SlidingWindowSpec":
+                groups.append(Group("sliding", spec.block_size, spec.sliding_window))
+            case "ChunkedLocalAttentionSpec":
+                groups.append(Group("chunked", spec.block_size, spec.attention_chunk_size))
+            case "MambaSpec":
+                groups.append(Group("state", spec.block_size))
+            case _:
+                groups.append(Group("other", spec.block_size))
+    return tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -30,8 +70,12 @@ class State:
     computed: int
     tokens: int
     prompt_tokens: int
-    blocks: tuple[int, ...]
-    """Blocks of the first KV cache group."""
+    tables: Tables
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of the first KV cache group."""
+        return self.tables[0] if self.tables else ()
 
     @property
     def finished(self) -> bool:
@@ -78,8 +122,7 @@ class Allocated:
     local: int
     external: int
     asynchronous: bool
-    blocks: tuple[int, ...]
-    """The request's blocks of the first KV cache group."""
+    tables: Tables
 
 
 @dataclass(frozen=True)
@@ -110,10 +153,9 @@ class Scheduled:
     rows: dict[str, tuple[int, int]]
     computed: dict[str, int]
     """Computed tokens of the scheduled requests before they are advanced by this step."""
-    blocks: dict[str, tuple[int, ...]]
-    """Their blocks of the first KV cache group."""
+    tables: dict[str, Tables]
     sequences: dict[str, tuple[int, ...]]
-    """Their token ids, as far as the scheduler knows them."""
+    """Their token ids, as far as the scheduler knows them; those of an encoder input stand for the input."""
     cached: Cached
 
 
@@ -182,6 +224,8 @@ class Tape:
     """The token ids up to the end of a block, by the block's hash."""
     raised: bool = False
     """Whether a method of the scheduler raised an exception."""
+    layout: tuple[Group, ...] = ()
+    null_block: int = -1
     _scheduler: Any = None
     _matched: dict[str, int] = field(default_factory=dict)
     """The connector's last answer by request; before 0.16, `allocate_slots` is not given it."""
@@ -192,6 +236,8 @@ class Tape:
     def attach(self, scheduler: Any) -> None:
         """Wrap the methods of a scheduler that has no requests yet."""
         self._scheduler = scheduler
+        self.layout = layout(scheduler.kv_cache_config)
+        self.null_block = scheduler.kv_cache_manager.block_pool.null_block.block_id
         for name in (
             "add_request",
             "finish_requests",
@@ -229,18 +275,17 @@ class Tape:
         setattr(owner, name, recording)
 
     def _state(self, request: Any) -> State:
-        blocks: tuple[int, ...] = ()
+        tables: Tables = ()
         if request.request_id in self._scheduler.requests:
-            try:
-                blocks = tuple(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
-            except (KeyError, IndexError):
-                blocks = ()
+            with contextlib.suppress(KeyError):
+                ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                tables = tuple(map(tuple, ids))
         return State(
             request.status.name,
             request.num_computed_tokens,
             request.num_tokens,
             request.num_prompt_tokens,
-            blocks,
+            tables,
         )
 
     def _states(self, requests: list[Any]) -> dict[str, State]:
@@ -254,9 +299,7 @@ class Tape:
         keys = [
             (block.block_id, block.block_hash) for block in self._scheduler.kv_cache_manager.block_pool.blocks
         ]
-        return {
-            number: get_block_hash(key) for number, key in keys if key is not None and not get_group_id(key)
-        }
+        return {number: (get_group_id(key), get_block_hash(key)) for number, key in keys if key is not None}
 
     def _note_hashes(self) -> None:
         if follows("unseen blocks"):
@@ -265,7 +308,7 @@ class Tape:
         for request in self._scheduler.requests.values():
             for number, block_hash in enumerate(request.block_hashes, 1):
                 if block_hash not in self.prefixes:
-                    self.prefixes[block_hash] = tuple(request.all_token_ids[: number * size])
+                    self.prefixes[block_hash] = _sequence(request)[: number * size]
 
     # The wrapped methods.
 
@@ -326,11 +369,11 @@ class Tape:
             self.facts.append(
                 Allocated(
                     request.request_id,
-                    tuple(request.all_token_ids),
+                    _sequence(request),
                     given.get("num_new_computed_tokens", 0),
                     given.get("num_external_computed_tokens", self._matched.get(request.request_id, 0)),
                     bool(given.get("delay_cache_blocks", False)),
-                    self._state(request).blocks,
+                    self._state(request).tables,
                 )
             )
         return result
@@ -356,10 +399,10 @@ class Tape:
             for name, (tokens, _) in rows.items()
         }
         requests = [self._scheduler.requests[name] for name in rows]
-        blocks = {request.request_id: self._state(request).blocks for request in requests}
-        sequences = {request.request_id: tuple(request.all_token_ids) for request in requests}
+        tables = {request.request_id: self._state(request).tables for request in requests}
+        sequences = {request.request_id: _sequence(request) for request in requests}
         self._note_hashes()
-        self.facts.append(Scheduled(rows, computed, blocks, sequences, self._cached()))
+        self.facts.append(Scheduled(rows, computed, tables, sequences, self._cached()))
         return scheduled
 
     def _of_update_from_output(self, call: Callable[..., Any], scheduled: Any, answer: Any) -> Any:
@@ -406,6 +449,17 @@ class Tape:
             self.local_stats.add(stats.prefix_cache_stats)
         if getattr(stats, "connector_prefix_cache_stats", None) is not None:
             self.external_stats.add(stats.connector_prefix_cache_stats)
+
+
+def _sequence(request: Any) -> tuple[int, ...]:
+    """A request's token ids; negative ones, made of its name, in the place of an encoder input."""
+    sequence = list(request.all_token_ids)
+    for feature in getattr(request, "mm_features", None) or ():
+        at = feature.mm_position
+        sequence[at.offset : at.offset + at.length] = [
+            -1 - zlib.crc32(feature.identifier.encode())
+        ] * at.length
+    return tuple(sequence)
 
 
 def _rows(scheduled: Any) -> dict[str, tuple[int, int]]:

@@ -135,7 +135,7 @@ LOST = History(
 def device(history: History) -> Device:
     recorded = Tape()
     play(history, recorded.attach)
-    return Device(history.setup["block_size"]).read(recorded)
+    return Device().read(recorded)
 
 
 def test_a_block_of_a_failed_load_that_stays_cached_is_a_fault_of_the_engine() -> None:

@@ -7,7 +7,8 @@ A lookup is answered by the first rule that applies:
 
 - `answer_lookups(request_id, *answers)`: one answer for each lookup of the request, until none is left;
 - `store(request_id, tokens)`: the external cache holds the first `tokens` of the sequence, in whole
-  blocks; a synchronous hit leaves the last token to compute, an asynchronous hit may cover it;
+  blocks; a synchronous hit leaves the last token to compute, an asynchronous hit may cover it, unless the
+  model has states: the engine computes the last token again, which a state can't undo;
 - otherwise the external cache holds nothing.
 """
 
@@ -98,6 +99,8 @@ class ScriptedConnector(KVConnectorBase_V1):
         """Finished requests whose blocks stay allocated for a transfer."""
         self._loads: list[ScriptedLoad] = []
         self._answered: dict[str, bool] = {}
+        groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+        self._has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
 
     # Calls of tests.
 
@@ -117,7 +120,7 @@ class ScriptedConnector(KVConnectorBase_V1):
             answer = answers.popleft()
             return answer if isinstance(answer, tuple) else (answer, False)
         stored, asynchronous = self.script.stored.get(request.request_id, (0, False))
-        limit = request.num_tokens if asynchronous else request.num_tokens - 1
+        limit = request.num_tokens if asynchronous and not self._has_states else request.num_tokens - 1
         hit_tokens = min(stored, limit) // self.block_size * self.block_size
         external = max(0, hit_tokens - local_tokens)
         return external, asynchronous and external > 0
