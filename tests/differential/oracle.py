@@ -184,6 +184,8 @@ class Oracle:
 
     def _admitted(self, fact: tape.Allocated) -> None:
         account = self.accounts[fact.request_id]
+        if account.finished:
+            account.faults.add("ended-request-stays-queued")
         if account.life is not None:  # Its load failed as a whole, and the engine released its blocks.
             account.life.over = "ended"
         promised = set(range(fact.local, fact.local + fact.external))

@@ -275,18 +275,19 @@ class Tape:
         setattr(owner, name, recording)
 
     def _state(self, request: Any) -> State:
-        tables: Tables = ()
-        if request.request_id in self._scheduler.requests:
-            with contextlib.suppress(KeyError):
-                ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
-                tables = tuple(map(tuple, ids))
+        known = request.request_id in self._scheduler.requests
         return State(
             request.status.name,
             request.num_computed_tokens,
             request.num_tokens,
             request.num_prompt_tokens,
-            tables,
+            self._tables(request) if known else (),
         )
+
+    def _tables(self, request: Any) -> Tables:
+        with contextlib.suppress(KeyError):
+            return tuple(map(tuple, self._scheduler.kv_cache_manager.get_block_ids(request.request_id)))
+        return ()
 
     def _states(self, requests: list[Any]) -> dict[str, State]:
         return {request.request_id: self._state(request) for request in requests}
@@ -373,7 +374,7 @@ class Tape:
                     given.get("num_new_computed_tokens", 0),
                     given.get("num_external_computed_tokens", self._matched.get(request.request_id, 0)),
                     bool(given.get("delay_cache_blocks", False)),
-                    self._state(request).tables,
+                    self._tables(request),
                 )
             )
         return result
