@@ -1,8 +1,9 @@
 """What a start of the sidecar takes beside ended engines of level ``blocks``: memory, seconds, checkpoint.
 
-Run it with ``python benchmarks/ended_pools.py``; it prints the table of ``docs/sidecar.md``. Each engine has
-used every block of its pool several times. *One name*: engines of one model after each other, as a server that is
-restarted. *Own names*: each has another model. The start runs in a process of its own, whose peak counts.
+Run it with ``python benchmarks/ended_pools.py``; it prints the table of ``docs/sidecar.md``. Each engine
+has used every block of its pool several times. *One name*: engines of one model after each other, as a
+server that is restarted. *Own names*: each has another model. The start runs in a process of its own, whose
+peak counts.
 """
 
 from __future__ import annotations
