@@ -82,13 +82,14 @@ def read_together(
 def compare_events(audit: EngineAudit) -> KVEventCounts | None:
     """Compare an audited engine's recorded KV events with its cache; add the findings and a note.
 
+    All of the journal is read, and the findings are those of the audit's window.
     None if nothing was recorded beside the journal, or nothing can be compared: a note says why.
     """
     engine = audit.engine
     if not recordings_beside(audit.path) or engine is None:
         return None
-    if (reason := incomparable(engine)) or audit.window.bounded:
-        audit.notes.append(reason or "the KV events are compared only without --since and --until")
+    if reason := incomparable(engine):
+        audit.notes.append(reason)
         return None
     if rival := Neighbours(audit.path).rival(engine):
         audit.notes.append(same_port(rival))
@@ -100,8 +101,10 @@ def compare_events(audit: EngineAudit) -> KVEventCounts | None:
         return None
     number = audit.auditor.ledger.number
     for subject, step, at in journal.events.comparison.differences():
-        audit.auditor.check([Entry(number, step, at, subject, None)])
-    audit.notes.append(_note(journal.counts))
+        if audit.window.holds(engine.began_seconds + at / 1e6):
+            audit.auditor.check([Entry(number, step, at, subject, None)])
+    note = _note(journal.counts)
+    audit.notes.append(f"in the whole journal, {note}" if audit.window.bounded else note)
     return journal.counts
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from tests.command_line import exit_code
+from tests.exporters.sidecar.routed_engines import BEGAN, Fleet
 from tests.incidents.planted import CONTROLS, PLANTED, Incident
 
 from kvledger.audit import causes
 from kvledger.audit.analysis.step_times import Work
 from kvledger.audit.replay.journals import Audit
+from kvledger.audit.text import utc
 from kvledger.exporters.facts.sides import ADAPTER, PRIORITY, TENANT, Side
 from kvledger.exporters.reports.diff import SettingChange
 from kvledger.exporters.reports.incident import NOTHING, incident
@@ -37,6 +39,23 @@ def test_nothing_changed_in_quiet_traffic(quiet: Incident, tmp_path: Path) -> No
     found = incident([quiet.write(tmp_path)], since=quiet.since)
 
     assert ([], []) == ([cause.name for cause in found.causes], found.felt)
+
+
+def test_lost_kv_events_are_named_first(tmp_path: Path) -> None:
+    """Two engines publish all batches for a minute, and then one of them loses some."""
+    fleet = Fleet(tmp_path, 1, lose=False)
+    fleet.serve(60)
+    fleet.engines[1].lost = frozenset(range(fleet.engines[1].sequence + 3, fleet.engines[1].sequence + 9))
+    since = BEGAN + fleet.second
+    fleet.serve(60)
+    fleet.stop()
+
+    found = incident([tmp_path], since=f"{utc(since).replace(' UTC', 'Z').replace(' ', 'T')}")
+    quiet = incident([tmp_path], since="2023-11-14T22:13:40Z", at="2023-11-14T22:14:15Z")
+
+    assert "events-lost" == found.causes[0].name
+    assert "events/gap" in found.causes[0].text
+    assert "events-lost" not in [cause.name for cause in quiet.causes]
 
 
 # --- each rule from both sides --------------------------------------------------------------------------
