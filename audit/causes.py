@@ -104,6 +104,21 @@ FIRST_TOKEN = {
 }
 """What a request did or waited for before its first output. Each microsecond has one cause."""
 
+DECODE = "decode"
+DECODE_PREEMPTED = "decode_preempted"
+DECODE_LOAD_FAILED = "decode_load_failed"
+DECODE_LOADING = "decode_loading"
+DECODE_AGAIN = "decode_again"
+
+OUTPUT_TIME = {
+    DECODE: "in a life that has had an output",
+    DECODE_PREEMPTED: "waited for the next admission after a preemption, between two outputs",
+    DECODE_LOAD_FAILED: "waited for the next admission after a failed load, between two outputs",
+    DECODE_LOADING: "admitted again, waited for a load or a step",
+    DECODE_AGAIN: "in a later life, from its first step until its first output",
+}
+"""What a request did or waited for between its first output and its last."""
+
 # --- how requests end ---------------------------------------------------------------------------
 
 ENGINE_ENDED = "engine_ended"

@@ -506,7 +506,24 @@ REQUESTS = PanelRow(
                 ),
             ),
             unit="s",
-            width=24,
+            width=12,
+            stack="normal",
+        ),
+        Panel(
+            "Time per output token by cause",
+            "Mean time per output token after the first, of requests that ended with their last output. The "
+            "causes sum to it.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (cause) (rate(kvledger_later_token_seconds_total{@engine}[$__rate_interval])) / "
+                    "ignoring (cause) group_left () "
+                    "sum(rate(kvledger_later_tokens_total{@engine}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+            unit="s",
+            width=12,
             stack="normal",
         ),
     ),

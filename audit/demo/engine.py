@@ -32,6 +32,7 @@ LATENCIES = (
     "vllm:time_to_first_token_seconds",
     "vllm:request_queue_time_seconds",
     "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
 )
 """Histograms of requests whose sums RESULT.json has."""
 

@@ -26,6 +26,12 @@ FIRST_TOKEN = Counter(
     "Time from the arrival of requests in the scheduler to their first output, by cause.",
     "cause",
 )
+OUTPUT_TIME = Counter(
+    "kvledger_later_token_seconds",
+    "Later tokens",
+    "Time from the first output of requests to their last, by cause.",
+    "cause",
+)
 WORK = Counter("kvledger_work_tokens", "Work", "Scheduled tokens by outcome.", "kind")
 
 
@@ -63,6 +69,21 @@ def _of_first_token(place: int, cause: str, text: str) -> Figure:
         MICROSECONDS,
         part_of="first_token_microseconds",
         counters=(FIRST_TOKEN,),
+    )
+
+
+def _output_time(account: Account) -> int | None:
+    return None if account.output_time is None else sum(account.output_time)
+
+
+def _of_output_time(place: int, cause: str, text: str) -> Figure:
+    return Figure(
+        f"{cause}_microseconds",
+        text,
+        Item("output_time", place),
+        MICROSECONDS,
+        part_of="later_tokens_microseconds",
+        counters=(OUTPUT_TIME,),
     )
 
 
@@ -232,8 +253,28 @@ FIGURES: tuple[Figure, ...] = (
         "from the request's arrival in the scheduler to its first output; of a session, of its first turn",
         _first_token,
         MICROSECONDS,
+        per="first_tokens",
     ),
     *(_of_first_token(place, *named) for place, named in enumerate(causes.FIRST_TOKEN.items())),
+    # the time from the first output to the last; its parts sum to it
+    Figure(
+        "later_tokens",
+        "output tokens after the first one, of requests that ended with their last output",
+        Slot("later_tokens"),
+        counters=_alone(
+            "later",
+            "Later tokens",
+            "Output tokens after the first one, of requests that ended with their last output.",
+        ),
+    ),
+    Figure(
+        "later_tokens_microseconds",
+        "from the request's first output to its last; null for sessions and requests that were aborted",
+        _output_time,
+        MICROSECONDS,
+        per="later_tokens",
+    ),
+    *(_of_output_time(place, *named) for place, named in enumerate(causes.OUTPUT_TIME.items())),
     # what the connector promised
     Figure(
         "promised",

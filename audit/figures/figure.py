@@ -41,7 +41,8 @@ class Figure(NamedTuple):
     """One figure of a request, in ``unit``.
 
     ``causes``: the words of a figure that is counted by cause. ``part_of``: the figure that this one is a
-    part of; ``diff`` shows it as a share of that. ``of_unknown``: also counted for requests whose account is
+    part of; ``diff`` shows it as a share of that. ``per``: the figure by which a mean divides it.
+    ``of_unknown``: also counted for requests whose account is
     unknown. ``counters``: where the metric table shows it.
     """
 
@@ -51,6 +52,7 @@ class Figure(NamedTuple):
     unit: str = TOKENS
     causes: Sequence[str] = ()
     part_of: str = ""
+    per: str = ""
     of_unknown: bool = False
     counters: tuple[Counter, ...] = ()
     sql: str = ""

@@ -42,6 +42,7 @@ class Account:
         "incomplete",
         "invalid_hits",
         "labels",
+        "later_tokens",
         "life",
         "lines",
         "lives",
@@ -54,6 +55,7 @@ class Account:
         "max_tokens",
         "more_blocks_percent",
         "outcome",
+        "output_time",
         "overrun",
         "plan",
         "pooling",
@@ -176,6 +178,10 @@ class Account:
         """Whether the first output came before every token of the present prompt or chunk had valid KV."""
         self.settlements: list[Settlement] = []
         """One settlement for the prompt, or for each chunk of a session."""
+        self.output_time: tuple[int, ...] | None = None
+        """Microseconds from the first output to the last, by cause (``output_time.py``); None: not known."""
+        self.later_tokens = 0
+        """Output tokens after the first one, which came in that time."""
         self.first_token: tuple[int, ...] | None = None
         """Microseconds to the first output, by cause (``first_token.py``); of a session, of its first turn.
         None: there was no output, or the request is for a pooling model."""
@@ -281,4 +287,8 @@ class Account:
             first_token=None
             if self.first_token is None
             else dict(zip(causes.FIRST_TOKEN, self.first_token, strict=True)),
+            output_time=None
+            if self.output_time is None
+            else dict(zip(causes.OUTPUT_TIME, self.output_time, strict=True)),
+            later_tokens=self.later_tokens,
         )

@@ -52,6 +52,7 @@ class Life:
         "local",
         "missing_blocks",
         "number",
+        "output_at",
         "pending_end",
         "pending_start",
         "queried_external",
@@ -104,6 +105,8 @@ class Life:
         """Whether a step scheduled the life."""
         self.ran_at = -1
         """Time of the first such step; -1: there was none."""
+        self.output_at = -1
+        """Time of the first output that brought a token; -1: there was none."""
         self.delivered = False
         """Whether the output of such a step has come."""
         self.began_at = 0

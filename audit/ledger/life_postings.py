@@ -35,7 +35,11 @@ from .executed_tokens import execute_before_hit
 from .ledger_state import LedgerState
 from .life import Life
 from .load_postings import cancel_in_flight, load_before_hit, lose_external
+from .output_time import output_time
 from .position_ranges import LOCAL
+
+WITH_LAST_OUTPUT = ("stopped", "length", "repetition")
+"""Ends of a request that come with its last output."""
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
@@ -293,6 +297,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
     _overrun_in_flight(state, account)
+    if event.reason in WITH_LAST_OUTPUT:
+        _time_output(state, account, event.output_tokens)
     state.last_ended = None
     if account.unknown is None:
         life = account.life
@@ -307,6 +313,14 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     if state.blocks.demand.known(event.request):
         end_wait(state, account)
     close_account(state, event.request, account)
+
+
+def _time_output(state: LedgerState, account: Account, output_tokens: int) -> None:
+    """The request ends with its last output: divide the time since the first one."""
+    if account.first_token is not None and not account.resumable:
+        since = account.added_at + sum(account.first_token)
+        account.output_time = output_time(account, since, state.at)
+        account.later_tokens = output_tokens - 1
 
 
 def overrun_past(account: Account, end: int) -> None:

@@ -179,6 +179,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         else:
             execute(account, life, flight.start, flight.start + tokens)
         if sampled > 0 and accepted:
+            if life.output_at < 0:
+                life.output_at = state.at
             if life.number > 1:
                 _compare_position(state, account, flight)
             account.sequence_tokens += sampled

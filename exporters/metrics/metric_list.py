@@ -246,6 +246,12 @@ GROUPS: tuple[Group, ...] = (
         of_figures("First tokens"),
     ),
     Group(
+        "Later tokens",
+        "The time from the first output of a request to its last. Each microsecond has one cause. Divided by "
+        "the tokens it is the time per output token. Sessions and aborted requests are not in it.",
+        of_figures("Later tokens"),
+    ),
+    Group(
         "External tokens",
         "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "

@@ -18,7 +18,7 @@ from rich.text import Text
 from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.causes import MISSES
 from ...audit.figures.declared import BY_NAME, FIGURES
-from ...audit.figures.figure import MICROSECONDS
+from ...audit.figures.figure import MICROSECONDS, TOKENS
 from ...audit.ledger.position_ranges import EXTERNAL, LOCAL
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
@@ -198,8 +198,9 @@ def _figures(audit: Audit) -> Iterator[FigureChange]:
             whole = BY_NAME[figure.part_of]
             yield _figure(figure.words, share(totals.of(figure.name), totals.of(whole.name)), of=whole.words)
         elif figure.unit == MICROSECONDS:
-            mean = share(totals.of(figure.name), totals.first_tokens)
-            yield _figure(f"{figure.words}, ms", None if mean is None else mean / 1e3, per="request")
+            mean = share(totals.of(figure.name), totals.of(figure.per))
+            per = "token" if BY_NAME[figure.per].unit == TOKENS else "request"
+            yield _figure(f"{figure.words}, ms", None if mean is None else mean / 1e3, per=per)
         else:
             yield _figure(figure.words, totals.of(figure.name))
     known = totals.requests - totals.unknown_requests

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.causes import FIRST_TOKEN
+from ...audit.causes import FIRST_TOKEN, OUTPUT_TIME
 from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -24,7 +24,7 @@ from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport
-from .first_token import FirstTokens
+from .first_token import FirstTokens, later_tokens_sentence
 from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 if TYPE_CHECKING:
@@ -192,6 +192,9 @@ def _answer(row: SummaryRow) -> Iterator[Text]:
     if row.first_tokens:
         spent = {cause: getattr(row, f"{cause}_microseconds") for cause in FIRST_TOKEN}
         yield Text(FirstTokens(spent, row.first_tokens).sentence())
+    if row.later_tokens:
+        spent = {cause: getattr(row, f"{cause}_microseconds") for cause in OUTPUT_TIME}
+        yield Text(later_tokens_sentence(spent, row.later_tokens))
     if row.prompt_tokens:
         hits = [
             part_of(tokens, row.prompt_tokens, name)

@@ -61,7 +61,7 @@ def test_a_refused_or_unobserved_engine_writes_no_journal(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["observed", "own-process"])
-def test_the_time_to_first_token_is_the_engines_less_the_front_ends_share(folder: Path, name: str) -> None:
+def test_the_times_are_the_engines_less_the_front_ends_share(folder: Path, name: str) -> None:
     """vLLM's queue and prefill times are of the scheduler, its time to first token also of the front end."""
     latencies = json.loads((folder / f"{name}.json").read_text())["latencies"]
     totals = audit_paths([folder / f"{name}.journal"]).totals
@@ -73,6 +73,8 @@ def test_the_time_to_first_token_is_the_engines_less_the_front_ends_share(folder
     assert latencies["vllm:time_to_first_token_seconds"]["requests"] == totals.first_tokens
     assert seconds < vllm["time_to_first_token"]
     assert vllm["request_queue_time"] + vllm["request_prefill_time"] == pytest.approx(seconds, rel=0.05)
+    decode = totals.later_tokens_microseconds / 1e6
+    assert vllm["request_decode_time"] == pytest.approx(decode, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["observed", "own-process"])
