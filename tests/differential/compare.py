@@ -116,7 +116,10 @@ class Expected:
         whole = any(account.whole_load for account in self.oracle.accounts.values())
         if windows and whole and has("whole-load-below-its-window"):
             return  # the same
-        named = {v.request for v in auditor.violations if v.id == "blocks/read-invalid"}
+        # In these releases a window moves by drafts of a step whose output the device does not have yet.
+        moved = "drafts" in self.history.setup and has("window-moved-by-rejected-drafts")
+        reads = [v for v in auditor.violations if v.id == "blocks/read-invalid"]
+        named = {v.request for v in reads if not (moved and v.figures["why"] == "left")}
         # A request whose placeholders or drafts are miscounted computes positions that have no token.
         wrong = {v.request for v in auditor.violations if v.severity == "violation"}
         for name in sorted(self.device.bad_reads - wrong):

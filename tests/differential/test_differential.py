@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.differential.content import Device
 from tests.differential.oracle import Oracle
 from tests.differential.player import play
 from tests.differential.random_histories import Add, History, Output, Preempt, Step, draw
-from tests.differential.tape import Tape
+from tests.differential.tape import Allocated, Scheduled, Tape
 from tests.engines.observed import audited
 from tests.histories import GOLDEN
 from tests.scenarios.corpus import HISTORIES
@@ -147,3 +148,57 @@ def test_a_failed_load_that_is_computed_again_is_no_fault_of_the_engine() -> Non
 
     assert not device(recomputed).went_wrong
     assert not device(PREEMPTED).went_wrong
+
+
+def whole_load(prompt: int) -> History:
+    """Local attention in chunks of 4 tokens, and an external cache that holds whole blocks of the prompt."""
+    groups = {"groups": ("full", "chunked"), "sliding_window": 4}
+    setup = {"block_size": 4, "blocks": 40, "asynchronous": True, "connector": "scripted", **groups}
+    return History(0, setup, 2, (Add("r1", prompt, 1, family=0, shared=0, stored=32, asynchronous=True),))
+
+
+def test_the_last_token_of_a_whole_load_reads_a_chunk_that_was_skipped() -> None:
+    assert {"r1"} == device(whole_load(32)).bad_reads
+
+
+def test_a_token_behind_a_load_reads_its_own_chunk() -> None:
+    assert set() == device(whole_load(34)).bad_reads
+
+
+STATES = History(
+    0,
+    {
+        "block_size": 4,
+        "blocks": 64,
+        "max_batched_tokens": 16,
+        "asynchronous": False,
+        "groups": ("full", "mamba"),
+    },
+    1,
+    (Add("r1", 24, 6, family=0, shared=24), *[Step()] * 4, Add("r2", 24, 6, family=0, shared=16)),
+)
+
+
+def test_a_state_that_a_request_hits_is_the_checkpoint_of_its_prefix() -> None:
+    recorded = Tape()
+    play(STATES, recorded.attach)
+
+    assert [0, 16] == [fact.local for fact in recorded.facts if isinstance(fact, Allocated)]
+    assert set() == Device().read(recorded).bad_reads
+
+
+def test_a_state_that_holds_another_checkpoint_is_a_bad_read() -> None:
+    recorded = Tape()
+    play(STATES, recorded.attach)
+    second = [fact for fact in recorded.facts if isinstance(fact, Allocated)][1]
+    place = recorded.facts.index(second)
+    before = [fact for fact in recorded.facts[:place] if isinstance(fact, Scheduled)][-1]
+    later = before.tables["r1"][1][-1]
+    full, states = second.tables
+    swapped = full, tuple(later if number == 3 else block for number, block in enumerate(states))
+    recorded.facts[place] = replace(second, tables=swapped)
+    step = recorded.facts[place + 1]
+    assert isinstance(step, Scheduled)
+    recorded.facts[place + 1] = replace(step, tables={**step.tables, "r2": swapped})
+
+    assert "r2" in Device().read(recorded).bad_reads
