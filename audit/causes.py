@@ -126,6 +126,9 @@ ENGINE_ENDED = "engine_ended"
 OUTCOMES = ("stopped", "length", "aborted", "ignored", "error", "repetition", ENGINE_ENDED, UNKNOWN)
 """Why requests end. ``engine_ended``: the engine stopped while the request was open."""
 
+WITH_LAST_OUTPUT = frozenset(("stopped", "length", "length_capped", "repetition"))
+"""Outcomes of requests that end with their last output; v1 says ``length_capped``, v0 ``length``."""
+
 # --- why an account is unknown --------------------------------------------------------------------
 
 BEGAN_BEFORE = "it began before the first kept segment"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..causes import FAILED
+from ..causes import FAILED, WITH_LAST_OUTPUT
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
 from ..ledger.account import Account
 from ..ledger.entries import (
@@ -270,9 +270,6 @@ def unexplained_drop(entry: Entry) -> Iterator[Witness]:
         )
 
 
-_RAN_TO_ITS_END = frozenset(("stopped", "length"))
-
-
 @invariant(
     "tokens/without-token",
     on=(TokensMissing,),
@@ -379,7 +376,7 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
         # Draft tokens accepted past the stop were executed, though the sequence was cut.
         limit = max(limit, subject.ledger_sequence)
         generated = limit > account.prompt_tokens and not (account.pooling or account.resumable)
-        limit -= generated and account.outcome in _RAN_TO_ITS_END
+        limit -= generated and account.outcome in WITH_LAST_OUTPUT
     in_flight = max(subject.placeholders, subject.in_flight, subject.ledger_in_flight, 0)
     if subject.computed - in_flight > limit:
         yield Witness(

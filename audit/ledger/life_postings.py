@@ -38,9 +38,6 @@ from .load_postings import cancel_in_flight, load_before_hit, lose_external
 from .output_time import output_time
 from .position_ranges import LOCAL
 
-WITH_LAST_OUTPUT = ("stopped", "length", "repetition")
-"""Ends of a request that come with its last output."""
-
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account = open_account(state, event.request, event.request_id, event.prompt_tokens)
@@ -297,7 +294,7 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
     _overrun_in_flight(state, account)
-    if event.reason in WITH_LAST_OUTPUT:
+    if event.reason in causes.WITH_LAST_OUTPUT:
         _time_output(state, account, event.output_tokens)
     state.last_ended = None
     if account.unknown is None:

@@ -15,7 +15,7 @@ import msgspec
 
 from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
-from ..causes import BEGAN_BEFORE, EVICTED
+from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
 from ..client_ids import has_random_suffix
 from ..figures.sums import Sums, added
 from ..figures.totals import Totals
@@ -44,8 +44,6 @@ STAY_SECONDS = (0.1, 1, 10, 60, 300, 900, 3600, 14400, 86400)
 """Bounds for how long content stays in a block."""
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
-ENDED_WITH_OUTPUT = ("stopped", "length", "length_capped", "repetition")
-"""Outcomes of requests that end with an output; the front end then has every earlier report of them."""
 
 LABELS: dict[str, Callable[[ev.RequestLabels], str]] = {
     "lora": lambda labels: labels.lora,
@@ -320,7 +318,7 @@ class MetricsState(Sums):
                 _add(self.reported_unknown, source, tokens)
             return
         _add(self.sequence_tokens, verdict, sequence)
-        if account.outcome in ENDED_WITH_OUTPUT:
+        if account.outcome in WITH_LAST_OUTPUT:  # the front end has every earlier report of it
             self.preemptions_with_output += account.preemptions
             self.most_preemptions = max(self.most_preemptions, account.preemptions)
         if account.transferred:
