@@ -376,7 +376,8 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
         # Draft tokens accepted past the stop were executed, though the sequence was cut.
         limit = max(limit, subject.ledger_sequence)
         generated = limit > account.prompt_tokens and not (account.pooling or account.resumable)
-        limit -= generated and account.outcome in WITH_LAST_OUTPUT
+        if generated and account.outcome in WITH_LAST_OUTPUT:
+            limit -= subject.sampled_last
     in_flight = max(subject.placeholders, subject.in_flight, subject.ledger_in_flight, 0)
     if subject.computed - in_flight > limit:
         yield Witness(

@@ -209,6 +209,7 @@ def enter_reported(
             placeholders,
             sequence,
             account.sequence_tokens,
+            state.sampled_beside_drafts,
         )
         state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 

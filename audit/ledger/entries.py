@@ -22,7 +22,8 @@ class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
     Where the engine reports computed tokens alone, there is a subject only if they differ.
 
     ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
-    ``census``, ``finished``. A count that the engine does not have is -1.
+    ``census``, ``finished``. A count that the engine does not have is -1. ``sampled_last``: how many tokens at
+    the end of a sequence were sampled and never computed; a diffusion model samples none.
     """
 
     instant: str
@@ -33,6 +34,7 @@ class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
     placeholders: int = -1
     sequence: int = -1
     ledger_sequence: int = -1
+    sampled_last: int = 1
 
 
 class ExternalTokensLost(NamedTuple):
