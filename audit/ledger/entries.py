@@ -22,8 +22,8 @@ class ReportedCounts(msgspec.Struct, frozen=True, gc=False):
     Where the engine reports computed tokens alone, there is a subject only if they differ.
 
     ``instant``: ``admitted``, ``scheduled``, ``rolled back``, ``loaded``, ``preempted``,
-    ``census``, ``finished``. A count that the engine does not have is -1. ``sampled_last``: how many tokens at
-    the end of a sequence were sampled and never computed; a diffusion model samples none.
+    ``census``, ``finished``. A count that the engine does not have is -1. ``sampled_last``: how many tokens
+    at the end of a sequence were sampled and never computed; a diffusion model samples none.
     """
 
     instant: str
