@@ -12,6 +12,7 @@ With ``--million`` a journal of a million requests is written too, and summed up
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -160,7 +161,8 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def _run(words: str, command: Sequence[str], cwd: Path) -> Timed:
     with tempfile.NamedTemporaryFile("r") as used:
         helper = [sys.executable, "-S", "-c", HELPER, used.name, *command]
-        done = subprocess.run(helper, check=True, capture_output=True, text=True, cwd=cwd)
+        wide = {**os.environ, "COLUMNS": "120"}  # a library that reads lines may have set another width
+        done = subprocess.run(helper, check=True, capture_output=True, text=True, cwd=cwd, env=wide)
         wall, cpu, mib = map(float, used.read().split())
     return Timed(words, wall, cpu, mib, " ".join((done.stdout or done.stderr).splitlines()[:2]))
 

@@ -88,9 +88,11 @@ class FollowedJournal:
             return self.saved
         position, last = self.reader.resumable, self.saved
         compared = self._compared()
-        now = position, self.ended, compared
-        if last is not None and (last.position, last.ended, self._saved_compared) == now:
-            return last
+        now = position, self.ended, self.settled_segment, compared
+        if last is not None:
+            saved = last.position, last.ended, last.settled_segment, self._saved_compared
+            if saved == now:
+                return last
         self._saved_compared = compared
         same_segment = last is not None and last.position.segment == position.segment
         beginning = last.beginning if last is not None and same_segment else b""

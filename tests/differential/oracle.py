@@ -245,7 +245,7 @@ class Oracle:
                     account.resumed_early = True
                 position = work.start + work.tokens
                 later = work.life is not account.lives[0] and not work.drafts
-                later = later and not (work.overrun or account.load_failures)
+                later = later and not (work.overrun or account.load_failures or account.resumable)
                 if later and account.resumed_early and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
                 account.answer()

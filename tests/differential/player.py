@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential.random_histories import (
+    SEVERAL,
     Abort,
     Add,
     Chunk,
@@ -22,6 +23,7 @@ from tests.differential.random_histories import (
     Step,
     Store,
 )
+from tests.differential.release_rules import follows
 from tests.scenarios.driving import Driver, engine_setup
 from tests.scenarios.scripted_connector import LookupCall, ScriptedMetadata
 
@@ -49,6 +51,10 @@ class Played:
 def _setup(history: History) -> dict[str, Any]:
     """The history's setup, without what this release can't run."""
     setup = {**history.setup}
+    if follows("one kind"):
+        setup.pop("encoder_tokens", None)
+        if setup.get("groups") in SEVERAL:
+            del setup["groups"]
     if release.lacking(["async"]):
         setup["asynchronous"] = False
     if setup["asynchronous"] and release.lacking(["async drafts"]):

@@ -10,9 +10,10 @@
 One journal of ``scheduler-0.20.0-blocks`` lacks its first segment, and one of ``scheduler-0.32.0-tokens``
 has a torn tail. ``journals/NAME.json`` has what ``audit``, ``summary`` and ``why`` printed with ``--format
 json`` in the version before the folders were laid out by layer. Sentences and paths are left out. Sentences
-may change and JSON keys may be added; figures, ids and verdicts may not change. One verdict has changed
-since, with the rule: a journal without its first segment was unknown, and rotation is no loss now.
-What invariants of the family ``metrics`` find, which were added since, is not compared.
+may change and JSON keys may be added; figures, ids and verdicts may not change. Two verdicts have changed
+since, with the rules: a journal without its first segment was unknown, and rotation is no loss now; a request
+of ``preempt_forced_async`` got a token twice on 0.20.0, and was clean.
+What invariants find that were added since is not compared.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ SENTENCES = {"text", "message", "story", "notes"}
 WORDS = {"where", "what", "has", "meaning"}
 """Figures of a finding that are parts of its sentence."""
 
-ADDED_SINCE = "metrics/"
-"""The family of the invariants, all of them drifts, that were added since."""
+ADDED_SINCE = ("metrics/", "tokens/sampled-twice")
+"""Beginnings of the ids of invariants that were added since."""
 
 
 def figures(value: Any) -> Any:
@@ -52,10 +53,10 @@ def figures(value: Any) -> Any:
     return [figures(item) for item in value] if isinstance(value, list) else value
 
 
-def without_new_drifts(audit: dict[str, Any]) -> dict[str, Any]:
-    """What ``audit`` printed, without the drifts of invariants that were added since."""
+def without_new_findings(audit: dict[str, Any]) -> dict[str, Any]:
+    """What ``audit`` printed, without the findings of invariants that were added since."""
     kept = [row for row in audit["violations"] if not row["id"].startswith(ADDED_SINCE)]
-    return audit | {"violations": kept, "drift": audit["drift"] - len(audit["violations"]) + len(kept)}
+    return audit | {"violations": kept, "drift": sum(row["severity"] == "drift" for row in kept)}
 
 
 def read(journals: Path) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def read(journals: Path) -> dict[str, Any]:
             cli.main()
         result = json.loads(printed.getvalue())
         if command == "audit":
-            result = without_new_drifts(result)
+            result = without_new_findings(result)
         results[command] = {"exit_code": raised.value.code, "json": figures(result)}
     return results
 
