@@ -287,7 +287,7 @@ class Recorder:
             while self._drain():
                 self.writer_seconds = time.thread_time()
                 self._sleep.acquire(timeout=self._flush_seconds)
-        except Exception as error:
+        except BaseException as error:  # a SystemExit would end this thread without a word
             self._fail(error)
         finally:
             self.writer_seconds = time.thread_time()
@@ -389,7 +389,7 @@ class Recorder:
 
     # --- giving up ---------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Record nothing from now on, and log a warning."""
         self._shut()
         queue = self._queue

@@ -285,6 +285,26 @@ def test_a_stuck_disk_blocks_neither_recording_nor_closing_for_long(tmp_path: Pa
 # --- failures never reach the engine ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError()])
+def test_whatever_ends_the_writer_is_logged_and_counted(
+    error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_self: JournalWriter, _events: list[ev.Event]) -> None:
+        raise error
+
+    monkeypatch.setattr(JournalWriter, "write", write)
+    with caplog.at_level(logging.WARNING):
+        recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
+        recorder.restart(started(), snapshot())
+        recorder._thread.join(10)
+        recorder.record(repeated(1))
+        recorder.close()
+
+    assert 1 == recorder.failures == len(caplog.records)
+    assert type(error).__name__ in caplog.text
+    assert not recorder.wants_snapshot
+
+
 def test_a_folder_that_cannot_be_created_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
