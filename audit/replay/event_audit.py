@@ -22,7 +22,7 @@ from ..ledger.account import Account
 from ..ledger.engine_postings import error_name
 from ..ledger.ledger_state import Watch
 from .observed import Observed, ObserverKind
-from .windows import EVERYTHING, Window
+from .windows import EVERYTHING, Window, last_start
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
 
@@ -48,6 +48,9 @@ class EventAudit(Observed):
         """The journal's folder, or a single segment file."""
         self.window = window
         """The time window that requests must have ended in to be counted."""
+        newest = last_start(path) if window.bounded else None
+        self._clock = newest.began_seconds if newest else None
+        """Unix time from which the journal's times count, by its newest segment; None: not known."""
         self.auditor = Auditor(
             engine=name,
             keep_closed=True,
@@ -97,7 +100,7 @@ class EventAudit(Observed):
         ledger, placed = self.auditor.ledger, self.journal.window
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
         findings = self.auditor.feed(event, number)
-        began = self.began_seconds or 0.0
+        began = self._began or 0.0
         between = began + before / 1e6, began + event.at / 1e6
         placed.losses.place(self.window, ledger.sums.gaps > gaps, *between)
         placed.failures.place(self.window, ledger.sums.hook_failures > failures, *between)
@@ -151,11 +154,15 @@ class EventAudit(Observed):
             return "violated"
         return "unknown" if account.unknown is not None else "clean"
 
+    @property
+    def _began(self) -> float | None:
+        return self.began_seconds if self._clock is None else self._clock
+
     def _counts(self, account: Account) -> bool:
-        return self.window.has(account, self.began_seconds)
+        return self.window.has(account, self._began)
 
     def _holds(self, at: int) -> bool:
-        return self.window.holds((self.began_seconds or 0.0) + at / 1e6)
+        return self.window.holds((self._began or 0.0) + at / 1e6)
 
     def _violated(self, id: str, at: int, account: Account | None) -> None:
         for callback in self.on_violation:

@@ -10,11 +10,15 @@ import math
 import re
 import time
 from datetime import datetime
+from pathlib import Path
 
 import msgspec
 
 from ..errors import LedgerError
+from ..events import EngineStarted
 from ..figures.sums import Sums
+from ..journal.format import segments
+from ..journal.reader import Position, Reader
 from ..ledger.account import Account
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -81,6 +85,22 @@ class LossesInWindow(Sums):
     def count(self, window: Window) -> int:
         """How many losses the window may include."""
         return self.times + (self.since >= 0 and window.touches(self.since, math.inf))
+
+
+def last_start(path: Path) -> EngineStarted | None:
+    """The newest description of an engine in a journal's folder; None: none can be read.
+
+    A machine's clock may be corrected while an engine runs. So the newest description has the best time.
+    """
+    try:
+        for number in reversed(segments(path)):
+            with Reader(path, Position(segment=number, event=-1)) as reader:
+                for event in next(iter(reader.poll())).events:
+                    if isinstance(event, EngineStarted):
+                        return event
+    except (LedgerError, OSError, StopIteration):  # the replay says what is wrong
+        pass
+    return None
 
 
 def duration(words: str) -> float:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tests import journals
 from tests.audit.replay.test_spans import MIX, cut_trace
+from tests.histories import weave
 from tests.simulated import Mix
 
 from kvledger.audit.events import Snapshot, SnapshotRow
@@ -93,6 +94,28 @@ def test_the_replay_begins_before_the_requests_that_run_when_the_window_begins(t
     assert start_of(segments_with([[1], [1], [1], [1]], folder=tmp_path / "engine-1"), Window(at)) is None
     last = start_of(segments_with([[1], [1], [1], []], folder=tmp_path / "engine-2"), Window(at))
     assert Position(segment=4, event=-1) == last
+
+
+def test_a_clock_that_was_corrected_later_counts_for_the_whole_journal(tmp_path: Path) -> None:
+    """The engine starts in 1970. The clock is right when the second segment begins."""
+    folder = tmp_path / "engine-0"
+    writer = JournalWriter(folder)
+    for number, wall_seconds in enumerate((30.0, 1.7e9), 1):
+        stream = weave({number: 40}, "a.A0+0 a.s40 a.o+ a.F")
+        at = 0 if number == 1 else 60_000_000
+        writer.rotate()
+        started = msgspec.structs.replace(journals.STARTED, at=at, wall_seconds=wall_seconds)
+        moved = [msgspec.structs.replace(event, at=event.at + at) for event in stream]
+        writer.write([started, Snapshot(at, 0, [], 0), *moved])
+    writer.close()
+
+    def requests(window: Window) -> int:
+        return audit_paths([folder], window=window).totals.requests
+
+    assert 2 == requests(Window(1.7e9 - 300))
+    assert 1 == requests(Window(1.7e9))
+    assert 1 == requests(Window(1.7e9 - 300, 1.7e9))
+    assert 0 == requests(Window(None, 1.7e9 - 300))
 
 
 def segments_with(running: list[list[int]], folder: Path, level: str = "tokens") -> Path:
