@@ -80,12 +80,16 @@ NOW = PanelRow(
         Panel(
             "Figure by figure",
             "For each of the engine's counters: its increase since the comparison began, the ledger's "
-            "increase, and the difference. The causes are below.",
+            "increase, the difference, and the part of it without a known cause. The causes are below.",
             "table",
             (
                 Query("sum by (engine, figure) (kvledger_reconciliation_engine{@engine})", now=True),
                 Query("sum by (engine, figure) (kvledger_reconciliation_ledger{@engine})", now=True),
                 Query("sum by (engine, figure) (kvledger_reconciliation_drift{@engine})", now=True),
+                Query(
+                    'sum by (engine, figure) (kvledger_reconciliation_drift{@engine, cause="unexplained"})',
+                    now=True,
+                ),
             ),
             unit="locale",
             width=24,
@@ -96,6 +100,7 @@ NOW = PanelRow(
                 ("Value #A", "Engine"),
                 ("Value #B", "Ledger"),
                 ("Value #C", "Difference"),
+                ("Value #D", "Unexplained"),
             ),
         ),
     ),

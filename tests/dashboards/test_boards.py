@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import boards, check, rules
+from kvledger.dashboards import boards, check, compare_board, rules
 from kvledger.dashboards.panels import GRID, PanelRow
 
 ROOT = Path(__file__).parents[2]
@@ -181,3 +181,12 @@ def test_a_file_that_is_no_json_differs(tmp_path: Path) -> None:
     (tmp_path / "kvledger-trust.json").write_bytes(b"\xff{")
 
     assert ["kvledger-trust.json differs"] == check.differing(tmp_path, "sharing")
+
+
+def test_the_figures_compared_have_the_unexplained_part_beside_the_difference() -> None:
+    """A difference with a known cause is no fault, so the table says how much has none."""
+    panel = next(one for one in compare_board.NOW.panels if one.title == "Figure by figure")
+    columns = dict(panel.columns)
+
+    assert ("Difference", "Unexplained") == (columns["Value #C"], columns["Value #D"])
+    assert 'cause="unexplained"' in panel.queries[3].expr
