@@ -20,13 +20,13 @@ LOSSES_KEPT = 5
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """Content that was evicted and computed again. Seconds are Unix time."""
+    """Content that was evicted and computed again. Unix seconds; None: no engine was seen to start."""
 
     tokens: int
-    evicted_seconds: float
+    evicted_seconds: float | None
     evicted_for: str
     """The request that got the block; empty: not known."""
-    needed_seconds: float
+    needed_seconds: float | None
     needed_by: str
 
 
@@ -134,8 +134,8 @@ class PrefixTrie:
 
     def _prefix(self, chain: list[int], parent: str) -> Prefix:
         size, first, last = self._trace.block_tokens, self._nodes[chain[0]], self._nodes[chain[-1]]
-        rows = self._loss_rows(chain)
-        waits = sorted(row.needed_seconds - row.evicted_seconds for row in rows)
+        rows, waits = self._loss_rows(chain)
+        waits = sorted(waits)
         return Prefix(
             engine=self._trace.engine,
             label=_label(chain[-1]),
@@ -150,8 +150,11 @@ class PrefixTrie:
             last_losses=rows[-LOSSES_KEPT:],
         )
 
-    def _loss_rows(self, chain: list[int]) -> list[Loss]:
-        """A row for each request that needed evicted blocks again; the first eviction stands for all."""
+    def _loss_rows(self, chain: list[int]) -> tuple[list[Loss], list[float]]:
+        """A row for each request that needed evicted blocks again; the first eviction stands for all.
+
+        Also the seconds from each eviction to the need.
+        """
         needs: dict[tuple[int, int], list[_Loss]] = {}
         for hash_id in chain:
             for loss in self._losses.get(hash_id, ()):
@@ -159,16 +162,21 @@ class PrefixTrie:
                 needed_at = self._needed_at(life, cached_at)
                 if evicted_at < needed_at:
                     needs.setdefault((needed_at, life), []).append(loss)
-        return [
+        rows = [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
-                evicted_seconds=self._trace.began_seconds + losses[0][0] / 1e6,
+                evicted_seconds=self._seconds(losses[0][0]),
                 evicted_for=self._request_id(losses[0][1]),
-                needed_seconds=self._trace.began_seconds + needed_at / 1e6,
+                needed_seconds=self._seconds(needed_at),
                 needed_by=self._request_id(life),
             )
             for (needed_at, life), losses in sorted(needs.items())
         ]
+        return rows, [(needed_at - losses[0][0]) / 1e6 for (needed_at, _), losses in needs.items()]
+
+    def _seconds(self, at: int) -> float | None:
+        began = self._trace.began_seconds
+        return began + at / 1e6 if began else None
 
     def _needed_at(self, life: int, cached_at: int) -> int:
         """When a life looked up what it computed: at its admission, or when its table began before it."""

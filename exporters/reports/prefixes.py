@@ -108,13 +108,13 @@ def _losses(shown: Sequence[Prefix]) -> Group | None:
     lines = [
         f"{_time(loss.needed_seconds)}: {loss.needed_by} computed {loss.tokens:,} tokens of {label} again, "
         f"evicted at {_time(loss.evicted_seconds)} for {loss.evicted_for or 'no known request'}"
-        for loss, label in sorted(losses, key=lambda one: one[0].needed_seconds)
+        for loss, label in sorted(losses, key=lambda one: one[0].needed_seconds or 0.0)
     ]
     return Group(title("Last losses"), *(indented(Text(line)) for line in lines)) if lines else None
 
 
-def _time(seconds: float) -> str:
-    return utc(seconds, milliseconds=True)
+def _time(seconds: float | None) -> str:
+    return "an unknown time" if seconds is None else utc(seconds, milliseconds=True)
 
 
 def as_csv(result: Prefixes) -> str:

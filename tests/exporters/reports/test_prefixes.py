@@ -9,6 +9,8 @@ from tests import journals
 from tests.audit.analysis.test_prefixes import A, B, C, D, Recording
 from tests.command_line import exit_code
 
+from kvledger.audit.journal.writer import JournalWriter
+
 
 def test_last_losses_are_by_time_and_have_wall_clock_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -29,3 +31,21 @@ def test_last_losses_are_by_time_and_have_wall_clock_time(
     assert first < second
     assert text.startswith("2023-11-14 22:13:22.000 UTC: r2 computed")
     assert "evicted at 2023-11-14 22:13:21.000 UTC for r1" in text
+
+
+def test_a_loss_has_no_date_if_no_engine_was_seen_to_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = Recording(blocks=3)
+    for hash_id in (B, A, B):
+        recording.request([], [(1, hash_id)])
+    writer = JournalWriter(tmp_path / "blocks")
+    writer.rotate()
+    writer.write(recording.events)
+    writer.close()
+
+    exit_code("prefixes", tmp_path / "blocks")
+
+    text = " ".join(capsys.readouterr().out.partition("Last losses")[2].split())
+    assert "1970" not in text
+    assert "an unknown time: r2 computed 16 tokens" in text.lower()
