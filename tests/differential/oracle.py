@@ -246,7 +246,7 @@ class Oracle:
                 position = work.start + work.tokens
                 later = work.life is not account.lives[0] and not work.drafts
                 later = later and not (work.overrun or account.load_failures or account.resumable)
-                if later and account.resumed_early and position < fact.before[name].tokens:
+                if later and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
                 account.answer()
         for name, state in fact.after.items():
