@@ -197,11 +197,11 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
 def _compare_position(state: LedgerState, account: Account, flight: InFlight) -> None:
     """Make an entry if an output of a later life brings a token for a position that has one.
 
-    Nothing is compared in a life with a failed load, after which outputs may be dropped, nor in a step with
+    Nothing is compared in a life that loads, which may begin elsewhere than its load ends, nor in a step with
     drafts, which may stand for tokens that have not come. Sessions, whose turns are cut, are not compared.
     """
     end = flight.start + flight.tokens
-    known = not flight.drafts and flight.life.invalid_from < 0
+    known = not flight.drafts and not flight.life.external and flight.life.invalid_from < 0
     known = known and not (account.pooling or account.resumable)
     if known and end < account.sequence_tokens:
         subject = SampledTwice(end, account.sequence_tokens)

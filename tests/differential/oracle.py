@@ -244,7 +244,7 @@ class Oracle:
                 if account.life is not None and account.life is account.ran is not work.life:
                     account.resumed_early = True
                 position = work.start + work.tokens
-                later = work.life is not account.lives[0] and not work.drafts
+                later = work.life is not account.lives[0] and not (work.drafts or work.life.external)
                 later = later and not (work.overrun or account.load_failures or account.resumable)
                 if later and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
