@@ -53,6 +53,8 @@ class OracleAccount(Account):
     whole_load: bool = False
     """Whether a load brought the whole sequence, so that the engine computes its last token again."""
     load_failures: int = 0
+    failed_lives: set[int] = field(default_factory=set)
+    """The numbers of the lives in which one failed."""
     resets: int = 0
     """Resets of the prefix cache that preempted the request."""
     resumed_early: bool = False
@@ -86,6 +88,7 @@ class OracleAccount(Account):
     def fail_load(self, life: Life, valid: int) -> None:
         """The engine keeps only the positions below ``valid``."""
         self.load_failures += 1
+        self.failed_lives.add(life.number)
         self.failed = life
         life.pending = {position for position in life.pending if position < valid}
         self.distrust(life, valid)
@@ -245,7 +248,8 @@ class Oracle:
                     account.resumed_early = True
                 position = work.start + work.tokens
                 later = work.life is not account.lives[0] and not (work.drafts or work.life.external)
-                later = later and not (work.overrun or account.load_failures or account.resumable)
+                later = later and not (work.overrun or account.resumable)
+                later = later and work.life.number not in account.failed_lives
                 if later and position < fact.before[name].tokens:
                     account.faults.add("resumed-before-its-output")
                 account.answer()
