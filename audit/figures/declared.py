@@ -6,6 +6,8 @@ then: sums and checkpoints, metrics, tables and docs/tables.md, JSON and CSV, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
@@ -61,29 +63,24 @@ def _first_token(account: Account) -> int | None:
     return None if account.first_token is None else sum(account.first_token)
 
 
-def _of_first_token(place: int, cause: str, text: str) -> Figure:
-    return Figure(
-        f"{cause}_microseconds",
-        text,
-        Item("first_token", place),
-        MICROSECONDS,
-        part_of="first_token_microseconds",
-        counters=(FIRST_TOKEN,),
-    )
-
-
 def _output_time(account: Account) -> int | None:
     return None if account.output_time is None else sum(account.output_time)
 
 
-def _of_output_time(place: int, cause: str, text: str) -> Figure:
-    return Figure(
-        f"{cause}_microseconds",
-        text,
-        Item("output_time", place),
-        MICROSECONDS,
-        part_of="later_tokens_microseconds",
-        counters=(OUTPUT_TIME,),
+def _by_cause_of_time(
+    slot: str, whole: str, counter: Counter, words: Mapping[str, str]
+) -> tuple[Figure, ...]:
+    """The parts of a time, each with one cause, as the account has them in ``slot``."""
+    return tuple(
+        Figure(
+            f"{cause}_microseconds",
+            text,
+            Item(slot, place),
+            MICROSECONDS,
+            part_of=whole,
+            counters=(counter,),
+        )
+        for place, (cause, text) in enumerate(words.items())
     )
 
 
@@ -255,7 +252,7 @@ FIGURES: tuple[Figure, ...] = (
         MICROSECONDS,
         per="first_tokens",
     ),
-    *(_of_first_token(place, *named) for place, named in enumerate(causes.FIRST_TOKEN.items())),
+    *_by_cause_of_time("first_token", "first_token_microseconds", FIRST_TOKEN, causes.FIRST_TOKEN),
     # the time from the first output to the last; its parts sum to it
     Figure(
         "later_tokens",
@@ -274,7 +271,7 @@ FIGURES: tuple[Figure, ...] = (
         MICROSECONDS,
         per="later_tokens",
     ),
-    *(_of_output_time(place, *named) for place, named in enumerate(causes.OUTPUT_TIME.items())),
+    *_by_cause_of_time("output_time", "later_tokens_microseconds", OUTPUT_TIME, causes.OUTPUT_TIME),
     # what the connector promised
     Figure(
         "promised",
