@@ -113,11 +113,11 @@ def test_zero_and_no_number_leave_a_collapsed_row_out(value: float, counts: bool
 
 def test_a_table_has_a_row_for_each_set_of_labels() -> None:
     panel = next(each for each in boards.build(boards.BOARDS[2])["panels"] if each["type"] == "table")
-    answers = [[Series({"engine": "e", "figure": "f"}, {1.0: value})] for value in (1.0, 2.0, 3.0)]
+    names = [f"Value #{query['refId']}" for query in panel["targets"]]
+    values = {name: float(place) for place, name in enumerate(names, 1)}
+    answers = [[Series({"engine": "e", "figure": "f"}, {1.0: value})] for value in values.values()]
 
-    assert [{"engine": "e", "figure": "f", "Value #A": 1.0, "Value #B": 2.0, "Value #C": 3.0}] == table(
-        panel, answers
-    )
+    assert [{"engine": "e", "figure": "f", **values}] == table(panel, answers)
 
 
 def test_bad_input_is_one_sentence() -> None:
