@@ -62,11 +62,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     names, first = options.releases, options.first
     if names == ["turn"]:
-        names, first = turn(time.gmtime().tm_yday), first or FIRST_OF_TURNS
+        names, first = turn(time.gmtime().tm_yday), FIRST_OF_TURNS if first is None else first
     elif names == ["all"]:
         names = WITH_V1
     build(names)
-    agree = [run(name, options.histories, first or int(time.time())) for name in names]
+    if first is None:
+        first = int(time.time())
+    agree = [run(name, options.histories, first) for name in names]
     return 0 if all(agree) else 1
 
 
