@@ -42,8 +42,8 @@ class Figure(NamedTuple):
 
     ``causes``: the words of a figure that is counted by cause. ``part_of``: the figure that this one is a
     part of; ``diff`` shows it as a share of that. ``per``: the figure by which a mean divides it.
-    ``of_unknown``: also counted for requests whose account is
-    unknown. ``counters``: where the metric table shows it.
+    ``of_unknown``: also counted for requests whose account is unknown. ``counters``: where the metric table
+    shows it.
     """
 
     name: str

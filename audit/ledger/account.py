@@ -7,7 +7,7 @@ The posting functions write accounts; nothing here posts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .. import causes
 from ..events import RequestLabels
@@ -284,11 +284,12 @@ class Account:
             transferred=self.transferred,
             remote_decode=self.remote_decode,
             remote_request=self.remote_request,
-            first_token=None
-            if self.first_token is None
-            else dict(zip(causes.FIRST_TOKEN, self.first_token, strict=True)),
-            output_time=None
-            if self.output_time is None
-            else dict(zip(causes.OUTPUT_TIME, self.output_time, strict=True)),
+            first_token=_named(causes.FIRST_TOKEN, self.first_token),
+            output_time=_named(causes.OUTPUT_TIME, self.output_time),
             later_tokens=self.later_tokens,
         )
+
+
+def _named(names: Iterable[str], spent: tuple[int, ...] | None) -> dict[str, int] | None:
+    """Microseconds by cause."""
+    return None if spent is None else dict(zip(names, spent, strict=True))

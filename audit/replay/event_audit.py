@@ -49,7 +49,7 @@ class EventAudit(Observed):
         self.window = window
         """The time window that requests must have ended in to be counted."""
         newest = last_start(path) if window.bounded else None
-        self._clock = newest.began_seconds if newest else None
+        self.clock = newest.began_seconds if newest else None
         """Unix time from which the journal's times count, by its newest segment; None: not known."""
         self.auditor = Auditor(
             engine=name,
@@ -58,7 +58,7 @@ class EventAudit(Observed):
             counted=self._counts if window.bounded else None,
             on_violation=self._violated,
             invariants=invariants,
-            in_window=self._holds if window.bounded else None,
+            in_window=self.holds if window.bounded else None,
             name_of=partial(engine_name, path=path),
         )
         """The ledger and the checks that every event goes through."""
@@ -156,12 +156,13 @@ class EventAudit(Observed):
 
     @property
     def _began(self) -> float | None:
-        return self.began_seconds if self._clock is None else self._clock
+        return self.began_seconds if self.clock is None else self.clock
 
     def _counts(self, account: Account) -> bool:
         return self.window.has(account, self._began)
 
-    def _holds(self, at: int) -> bool:
+    def holds(self, at: int) -> bool:
+        """Whether the window has this time of the journal, in microseconds."""
         return self.window.holds((self._began or 0.0) + at / 1e6)
 
     def _violated(self, id: str, at: int, account: Account | None) -> None:

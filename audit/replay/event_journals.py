@@ -101,7 +101,7 @@ def compare_events(audit: EngineAudit) -> KVEventCounts | None:
         return None
     number = audit.auditor.ledger.number
     for subject, step, at in journal.events.comparison.differences():
-        if audit.window.holds(engine.began_seconds + at / 1e6):
+        if audit.holds(at):
             audit.auditor.check([Entry(number, step, at, subject, None)])
     note = _note(journal.counts)
     audit.notes.append(f"in the whole journal, {note}" if audit.window.bounded else note)

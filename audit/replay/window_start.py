@@ -18,7 +18,6 @@ from ..events import EngineStarted, Snapshot
 from ..journal.format import segments
 from ..journal.reader import Position, Reader
 from .engine_audit import EngineAudit
-from .windows import last_start
 
 
 class _Beginning(NamedTuple):
@@ -40,8 +39,8 @@ def skip_to_window(audit: EngineAudit) -> Position | None:
         engine = engine_of(path)
         if engine is None or engine.level != "tokens" or audit.workers.beside():
             return None
-        newest = last_start(path) or engine
-        number = _first_segment(path, round((window.since - newest.began_seconds) * 1e6))
+        began = engine.began_seconds if audit.clock is None else audit.clock
+        number = _first_segment(path, round((window.since - began) * 1e6))
     except (LedgerError, OSError):  # the replay says what is wrong
         return None
     if not number:

@@ -29,7 +29,6 @@ Figures = Mapping[str, int]
 UNLABELLED = (NO_GROUP, NO_SALT, NO_ADAPTER)
 
 TENANT, ADAPTER, PRIORITY = "tenant", "adapter", "priority"
-LABELS = (TENANT, ADAPTER, PRIORITY)
 
 
 class Side(msgspec.Struct, kw_only=True):
@@ -45,7 +44,6 @@ class Side(msgspec.Struct, kw_only=True):
     figures: Figures = {}
     voided: Mapping[str, int] = {}
     """Promised tokens that were not loaded, by cause."""
-    rework: Mapping[str, int] = {}
     missed: Mapping[str, int] = {}
     labels: Mapping[str, Mapping[str, Figures]] = {}
     by_engine: Mapping[tuple[str, str], int] = {}
@@ -53,8 +51,6 @@ class Side(msgspec.Struct, kw_only=True):
     first_token_p95: float | None = None
     """Seconds."""
     findings: Mapping[str, int] = {}
-    raised: int = 0
-    """Exceptions of engines."""
     started: int = 0
     engines: int = 0
     resets: int = 0
@@ -80,6 +76,10 @@ class Side(msgspec.Struct, kw_only=True):
     def hits(self) -> float | None:
         """The share of prompt tokens that were hit or loaded."""
         return ratio(self.of("local") + self.of("external"), self.of("prompt_tokens"))
+
+    def miss_share(self, cause: str) -> float | None:
+        """The share of prompt tokens that missed the caches for this cause."""
+        return ratio(self.missed.get(cause, 0), self.of("prompt_tokens"))
 
     @property
     def rate(self) -> float | None:
@@ -116,15 +116,13 @@ def side_at(paths: Sequence[Path], window: Window, run: Run) -> Side:
             audit for audit, engine in audits if engine.journal in served or _started(audit, window)
         ] or [audit for audit, _ in audits if _ran(audit, window)]
         missed = misses_by_group(found, groups, (), "")[()].tokens
-        totals = everything.totals
         steps = [audit.of(Steps) for audit in engines]
         seconds, resets, first_token_p95 = _times(found)
         side = Side(
             audit=Audit(engines),
             seconds=seconds,
             figures=everything.figures,
-            voided=dict(totals.voided),
-            rework=dict(totals.rework),
+            voided=dict(everything.totals.voided),
             missed=missed,
             labels=_labels(found),
             by_engine=_by_engine(found),

@@ -7,7 +7,7 @@ differ, their meanings from ``audit/release_semantics.py`` are printed beside ea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -179,7 +179,12 @@ def _misses(before: dict[str, float], after: dict[str, float]) -> list[FigureCha
         )
         for cause in {**before, **after}
     ]
-    return sorted(changes, key=lambda row: (-abs(_rise(row)), row.name))
+    return most_changed(changes)
+
+
+def most_changed(rows: Iterable[FigureChange]) -> list[FigureChange]:
+    """The figures, the largest change first."""
+    return sorted(rows, key=lambda row: (-abs(_rise(row)), row.name))
 
 
 def _rise(row: FigureChange) -> float:

@@ -18,7 +18,7 @@ from ...audit.replay.windows import EVERYTHING, Window, instant, window
 from ...audit.text import utc
 from ..csv_cells import structs_csv
 from ..facts.sides import TENANT, UNLABELLED, Side, side_at
-from .diff import FigureChange, SettingChange, change_table, setting_changes, settings_table
+from .diff import FigureChange, SettingChange, change_table, most_changed, setting_changes, settings_table
 from .incident_rules import WITHOUT_EFFECT, Change, felt, likeliest
 from .terminal import VERDICTS, blocks, counted, listed
 
@@ -186,16 +186,13 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _misses(before: Side, after: Side) -> list[FigureChange]:
-    def part(side: Side, cause: str) -> float | None:
-        prompts = side.of("prompt_tokens")
-        return side.missed.get(cause, 0) / prompts if prompts else None
-
-    rows = [
-        FigureChange(name=text, before=part(before, cause), after=part(after, cause), of="prompt tokens")
+    return most_changed(
+        FigureChange(
+            name=text, before=before.miss_share(cause), after=after.miss_share(cause), of="prompt tokens"
+        )
         for cause, text in MISSES.items()
         if cause in before.missed or cause in after.missed
-    ]
-    return sorted(rows, key=lambda row: (-abs((row.after or 0.0) - (row.before or 0.0)), row.name))
+    )
 
 
 # --- how it is printed --------------------------------------------------------------------------------------

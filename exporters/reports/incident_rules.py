@@ -552,11 +552,10 @@ def evicted(change: Change) -> Cause | None:
 
 def _rises(change: Change) -> dict[str, float]:
     """Misses by cause, as shares of prompt tokens: how much they rose."""
-    parts = [
-        {cause: tokens / max(1, side.of("prompt_tokens")) for cause, tokens in side.missed.items()}
-        for side in (change.before, change.after)
-    ]
-    return {cause: share - parts[0].get(cause, 0.0) for cause, share in parts[1].items()}
+    before, after = change.before, change.after
+    return {
+        cause: (after.miss_share(cause) or 0.0) - (before.miss_share(cause) or 0.0) for cause in after.missed
+    }
 
 
 def preempted(change: Change) -> Cause | None:

@@ -23,7 +23,7 @@ MUTANTS = (
     M("fix-27756", KIND, "the workers get no tokens of a request that the step before left out",
       "Scheduler._make_cached_request_data", "if req_id not in self.prev_step_scheduled_req_ids:",
       "if idx >= num_running_reqs:",
-      link=f"{PULL}27756", why="what the workers are told of tokens is not recorded"),
+      link=f"{PULL}27756", why="no event has the tokens that workers get"),
     M("fix-28558", KIND, "a request that a more urgent one preempts keeps its drafts in the step",
       SCHEDULE, "scheduled_spec_decode_tokens.pop(preempted_req_id, None)", "pass", link=f"{PULL}28558"),
     M("fix-29387", KIND, "a state that another request of the same step computes is hit",

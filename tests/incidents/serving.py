@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tests.scenarios.driving import Driver, engine_setup
+from tests.scenarios.driving import Driver, engine_setup, lora
 
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines import observer as observer_module
@@ -174,8 +174,6 @@ class _Engine:
         family = f"{name} stamped" if plan.stamped else f"{tenant} {self.dice.randrange(plan.prefixes)}"
         more: dict[str, Any] = {}
         if plan.adapter:
-            from tests.scenarios.driving import lora
-
             more["of_request"] = lora(plan.adapter, 1 + sum(map(ord, plan.adapter)) % 100)
         if self.plan.setup.get("policy") == "priority":
             more["priority"] = 0 if self.dice.random() < plan.urgent else 5
