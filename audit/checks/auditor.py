@@ -156,9 +156,11 @@ class Auditor:
         key = (row.id, None if row.once else number)
         inside = self._is_in_window is None or self._is_in_window(entry.at)
         findings = self.findings
-        if row.tokens:
-            add_tokens(findings.tokens, row.id, row.tokens_of(witness.figures))
+        tokens = row.tokens_of(witness.figures)
         earlier = findings.kept.get(key)
+        again = before if account is not None else earlier is not None
+        if tokens is not None and (row.once or not again):
+            add_tokens(findings.tokens, row.id, tokens)
         of_engine = row.once or account is None
         if earlier is not None and (earlier.in_window or not inside or not of_engine):
             earlier.repeats += 1
@@ -191,6 +193,7 @@ class Auditor:
             story=list(witness.story),
             tenant=tenant,
             session=session,
+            tokens=tokens,
         )
         findings.keep(key, KeptFinding(violation, entry.step, in_window=inside, counted_before=before))
         return violation

@@ -266,6 +266,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "blocks/read-invalid",
     stop_now=EVICT_BLOCKS,
+    tokens="tokens",
     on=(ReadInvalid,),
     message="In step {step}, request {request} reads {tokens} tokens without valid KV, from position {start} "
     "up, in block {block}{more}: {because}.",

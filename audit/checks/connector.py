@@ -53,6 +53,7 @@ _NOT_LOADED = (
 @invariant(
     "connector/promise-not-loaded",
     stop_now=RESET_CACHE,
+    tokens="tokens",
     on=(ExternalTokensLost,),
     message=_NOT_LOADED + ".",
     references=(LMCACHE_1969, LMCACHE_1361, LMCACHE_2007),
@@ -181,6 +182,7 @@ def negative_match(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "connector/tracker-lag",
     stop_now=NOTHING,
+    tokens="lag_tokens",
     on=(Tracked,),
     message="The connector knows {tracked_tokens} of the {computed_tokens} tokens that request {request} has "
     "computed. It is {lag_tokens} tokens behind, and at most {recent_tokens} are in flight.",
@@ -212,6 +214,7 @@ def tracker_lag(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "connector/save-gap",
     stop_now=NOTHING,
+    tokens="due_tokens - saved_tokens",
     on=(Tracked, Unsaved),
     message="The connector has saved {saved_tokens} tokens of request {request}, but by its own rules it "
     "should have saved {due_tokens}.",
@@ -249,6 +252,7 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "connector/failed-block-kept",
+    tokens="tokens",
     on=(FailedBlocksKept,),
     message="A load of request {request} failed, but the engine keeps {computed_tokens} computed tokens: "
     "{tokens} of them, from position {start} up, are at or above block {block}, which was not loaded.",
@@ -360,6 +364,7 @@ _WAITED = (
 
 @invariant(
     "connector/never-finished",
+    tokens="tokens",
     on=(Overdue,),
     message=_WAITED + ".",
     near_misses=(

@@ -23,6 +23,7 @@ from .registry import (
 
 @invariant(
     "content/changed",
+    tokens="tokens",
     on=(ContentChanged,),
     message="Request {request} hit block {block}, whose KV is not what was sealed after step "
     "{sealed_step}: {writer_phrase}, and nobody was to write it since.",
@@ -60,6 +61,7 @@ def changed(entry: Entry) -> Iterator[Witness]:
         block=subject.blocks[0],
         blocks=subject.blocks,
         count=len(subject.blocks),
+        tokens=subject.tokens,
         sealed_step=subject.sealed_step,
         intact_step=subject.intact_step,
         step=subject.step,
@@ -73,6 +75,7 @@ def changed(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "content/unsealed-hit",
+    tokens="tokens",
     on=(UnsealedHit,),
     message="Request {request} hit block {block}, which no worker was seen to fill since it was allocated "
     "for request {allocated_for} in step {allocated_step}.",

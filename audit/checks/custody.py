@@ -32,6 +32,7 @@ _HOW = {
 @invariant(
     "content/transfer",
     stop_now=CLEAR_STORE,
+    tokens="tokens",
     on=(ContentTransfer,),
     message="In step {step}, a load filled block {block} for request {reader} with KV that was not stored "
     "under its hash: {what}. The block that was stored in step {stored_step} held KV of request {writer}."
@@ -67,6 +68,7 @@ def transfer(entry: Entry) -> Iterator[Witness]:
         block=subject.blocks[0],
         blocks=subject.blocks,
         count=count,
+        tokens=subject.tokens,
         step=subject.step,
         worker=subject.worker,
         group=subject.group,

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..figures.sums import Sums, add_tokens, merge_tokens
-from .registry import Severity, Violation, catalogue
+from .registry import Severity, Violation, catalogue, is_once
 
 FINDINGS_KEPT = 1_000
 """Most findings kept of one invariant; those in later requests are only counted."""
@@ -45,7 +45,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """How many findings one invariant has, and how many of them are kept to be listed.
 
     ``findings`` counts requests, or times where no request is concerned; ``at_least``: there may be more, as
-    in a window. ``tokens`` of a drift: how many tokens it is about in all; None: not known, or none.
+    in a window. ``tokens``: how many tokens they were about when each was first found, and of a drift, which
+    is found once an engine, in all; None: not known, or none.
     """
 
     id: str
@@ -80,7 +81,7 @@ class Findings(Sums):
     found: dict[str, int] = {}
     """How many findings each invariant has, kept or not."""
     tokens: dict[str, int] = {}
-    """By drift: the tokens that all its occurrences are about."""
+    """By invariant: the tokens that its findings are about."""
     check_failures: dict[str, int] = {}
     """Defects of kvledger: how often each check raised an exception."""
 
@@ -96,6 +97,8 @@ class Findings(Sums):
                 earlier.last_step = later.last_step
                 if not later.counted_before:
                     self.found[key[0]] -= 1
+                    if later.violation.tokens is not None and not is_once(key[0]):
+                        self.tokens[key[0]] -= later.violation.tokens
             elif kept[key[0]] < FINDINGS_KEPT:
                 kept[key[0]] += 1
                 self.kept[key] = replace(later)

@@ -34,6 +34,7 @@ _OTHER = {
 @invariant(
     "blocks/isolation",
     stop_now=RESET_CACHE,
+    tokens="tokens",
     on=(ForeignHit, ForeignLoad),
     message="Request {read_by} hit cached block {block}, which request {written_by} wrote with {other}. The "
     "two requests must not share KV.",
@@ -73,6 +74,7 @@ def isolation(entry: Entry) -> Iterator[Witness]:
             block=subject.blocks[0],
             blocks=subject.blocks,
             count=len(subject.blocks),
+            tokens=subject.tokens,
         )
         return
     yield Witness(

@@ -128,7 +128,7 @@ class Invariant(msgspec.Struct, frozen=True):
     braces. ``near_misses``: what looks like a violation and is not. ``must_hold`` and ``violated_when`` are
     the two parts of its definition. ``once``: it is found once an engine, and the first request stands for
     all; a rule by which the engine counts every such request needs no finding for each. ``tokens``: the
-    figures of a drift's witness that say how many tokens it is about, as ``written - computed``; "" if it is
+    figures of a witness that say how many tokens it is about, as ``written - computed``; "" if it is
     about none. ``stop_now``: what stops the harm; "" if only a figure is wrong.
     """
 
@@ -155,9 +155,12 @@ class Invariant(msgspec.Struct, frozen=True):
         """What it examines, and what a violation of it means."""
         return FAMILIES[self.family]
 
-    def tokens_of(self, figures: Mapping[str, Figure]) -> int:
-        """How many tokens one finding of this drift is about; 0 if it is about none."""
-        first, *less = (figures[name] for name in self.tokens.split(" - ")) if self.tokens else (0,)
+    def tokens_of(self, figures: Mapping[str, Figure]) -> int | None:
+        """How many tokens one finding is about; None if it says no number."""
+        names = self.tokens.split(" - ")
+        if not figures.keys() >= set(names):
+            return None
+        first, *less = (figures[name] for name in names)
         return int(first) - sum(map(int, less))  # type: ignore[arg-type]
 
     def render(self, witness: Witness, request: str | None) -> str:
@@ -191,6 +194,8 @@ class Violation(msgspec.Struct, frozen=True):
     """Whom the request is for: its group (KVLEDGER_GROUP), or its cache salt's keyed hash; "": not known."""
     session: str = ""
     """The session that the request is; "" if it is none."""
+    tokens: int | None = None
+    """How many tokens it was about when it was first found; None: the finding says no number."""
 
 
 CATALOGUE: dict[str, Invariant] = {}

@@ -52,6 +52,7 @@ def _corrected(subject: Reported) -> bool:
 
 @invariant(
     "tokens/negative",
+    tokens="tokens",
     on=(Reported, Admitted),
     message="The engine reported {local_tokens} local, {external_tokens} external and "
     "{computed_tokens} computed tokens for the {prompt_tokens}-token prompt of request {request}: "
@@ -90,11 +91,13 @@ def negative(entry: Entry) -> Iterator[Witness]:
             external_tokens=subject.external_tokens,
             computed_tokens=subject.computed_tokens,
             prompt_tokens=subject.prompt_tokens,
+            tokens=max(-least, subject.local_tokens + subject.external_tokens - subject.prompt_tokens),
         )
 
 
 @invariant(
     "tokens/source-sum",
+    tokens="tokens",
     on=(Reported, Settlement),
     message="The engine reported {local_tokens} local + {external_tokens} external + "
     "{computed_tokens} computed tokens for request {request}, but its prompt has {prompt_tokens}.",
@@ -131,6 +134,7 @@ def source_sum(entry: Entry) -> Iterator[Witness]:
         external_tokens=subject.external_tokens,
         computed_tokens=subject.computed_tokens,
         prompt_tokens=subject.prompt_tokens,
+        tokens=abs(total - subject.prompt_tokens),
     )
 
 
@@ -142,6 +146,7 @@ _NOT_THIS_ADMISSION = (
 
 @invariant(
     "tokens/set-once",
+    tokens="tokens",
     on=(Reported,),
     message=_NOT_THIS_ADMISSION + ".",
     references=(VLLM_36752, VLLM_37460),
@@ -181,6 +186,7 @@ def set_once(entry: Entry) -> Iterator[Witness]:
             plan_local_tokens=life.local,
             plan_external_tokens=life.external,
             life=life.number,
+            tokens=max(abs(reported_local - life.local), abs(subject.external_tokens - life.external)),
         )
 
 
@@ -233,6 +239,7 @@ def balance(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/unexplained-drop",
+    tokens="ledger_tokens - computed_tokens",
     on=(ReportedCounts, StaleRejection),
     message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
     "{computed_tokens} ({instant}), and no recorded event explains it.",
@@ -272,6 +279,7 @@ def unexplained_drop(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/without-token",
+    tokens="tokens",
     on=(TokensMissing,),
     message="In step {step}, request {request} computes positions up to {end_tokens}, but its sequence has "
     "{sequence_tokens} tokens and the steps in flight bring at most {tokens_to_come}: {tokens} positions "
@@ -325,6 +333,7 @@ def sampled_twice(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/turn-overcounted",
+    tokens="tokens",
     on=(TurnOvercounted,),
     message="The last turn of session {request} left {turn_tokens} tokens, but the engine counts "
     "{computed_tokens} as computed: the first {tokens} tokens of the next chunk are never computed.",
@@ -442,6 +451,7 @@ def _ended_by_failed_load(account: Account, at_end: ReportedCounts) -> bool:
 
 @invariant(
     "tokens/beyond-max-tokens",
+    tokens="output_tokens - max_tokens",
     on=(Finished,),
     message="Request {request} ended with {output_tokens} output tokens, but its client asked for "
     "{max_tokens} at most.",
@@ -594,6 +604,7 @@ def lookup_counted_once(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/suspense",
+    tokens="suspense_tokens",
     on=(Settlement, Preempted, Finished),
     message="{suspense_tokens} tokens of request {request} were computed again, and no recorded event says "
     "why their KV was lost.",

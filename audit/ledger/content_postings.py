@@ -146,9 +146,8 @@ def _enter_found(
         story = _story(state, number, block, sealed, intact, event.step, f"read by request {run.request_id}")
         writer = state.blocks.pools[number].records[block].writer
         blocks = [each for each, _, _ in rows]
-        subject = ContentChanged(
-            event.worker, run.group, number, blocks, sealed, intact, event.step, run.request_id, writer, story
-        )
+        place = event.worker, run.group, number, blocks, len(blocks) * size
+        subject = ContentChanged(*place, sealed, intact, event.step, run.request_id, writer, story)
         state.entries.append(Entry(state.number, event.step, state.at, subject, account))
     if found.unsealed:
         number, block, step, request = found.unsealed[0]
@@ -186,9 +185,8 @@ def _scrubbed(state: LedgerState, event: ev.ScrubDiffered) -> None:
         state.sums.count_content("scrub_differed")
         contents.changed[block] = event.step
         story = _story(state, number, block, sealed, intact, event.step, "read by a scrub")
-        subject = ContentChanged(
-            event.worker, group, number, [block], sealed, intact, event.step, "", record.writer, story
-        )
+        place = event.worker, group, number, [block], contents.block_tokens.get(group, 0)
+        subject = ContentChanged(*place, sealed, intact, event.step, "", record.writer, story)
         state.entries.append(Entry(state.number, event.step, state.at, subject, None))
 
 

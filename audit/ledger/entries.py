@@ -260,6 +260,7 @@ class ContentChanged(NamedTuple):
     group: int
     pool: int
     blocks: list[int]
+    tokens: int
     sealed_step: int
     intact_step: int
     step: int
@@ -320,6 +321,7 @@ class ContentTransfer(NamedTuple):
     story: list[str]
     prints: str = ""
     arrived: StoredElsewhere | None = None
+    tokens: int = 0
 
 
 class ContentStored(NamedTuple):

@@ -65,7 +65,8 @@ def _enter(state: LedgerState, judged: Sequence[ContentTransfer]) -> None:
         blocks = [block for found in group for block in found.blocks]
         first = group[0]
         source = _stored_elsewhere(state.custody, first) if first.how == "other" else None
-        subject = first._replace(blocks=blocks, arrived=source)
+        tokens = len(blocks) * state.contents.block_tokens.get(first.group, 0)
+        subject = first._replace(blocks=blocks, arrived=source, tokens=tokens)
         accounts = open_accounts(state).values()
         account = next((each for each in accounts if each.request_id == subject.reader), None)
         state.entries.append(Entry(state.number, subject.step, state.at, subject, account))

@@ -48,8 +48,10 @@ def _compare(engine: EngineAudit, together: Sequence[EngineAudit], whole: bool) 
             known = judged.get(key)
             judged[key] = found if known is None else known._replace(blocks=[*known.blocks, load.block])
             at.setdefault(key, load.at)
+    sizes = engine.auditor.ledger.contents.block_tokens
     for key, found in judged.items():
-        engine.auditor.enter(Entry(0, found.step, at[key], found, None))
+        subject = found._replace(tokens=len(found.blocks) * sizes.get(found.group, 0))
+        engine.auditor.enter(Entry(0, found.step, at[key], subject, None))
 
 
 def _versions(load: ForeignLoad, engines: Sequence[EngineAudit]) -> tuple[list[tuple[Stored, str]], bool]:

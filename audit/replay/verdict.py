@@ -169,8 +169,12 @@ class Judged(Described):
         left_out = [began] if before else []
         most_first = sorted(unknown.items(), key=lambda row: (-row[1], row[0]))
         reasons = [f"in {requests} of them: {reason}" for reason, requests in most_first]
-        cut = [f"{row.shown} of the findings of {row.id}" for row in self.found if row.is_cut]
-        return [*self.notes, *left_out, *self.doubts, *reasons, *cut]
+        return [*self.notes, *left_out, *self.doubts, *reasons, *self.cut]
+
+    @property
+    def cut(self) -> list[str]:
+        """Of which invariants not all findings are listed, and how many are."""
+        return [f"{row.shown} of the findings of {row.id}" for row in self.found if row.is_cut]
 
 
 def of_engine(violation: Violation) -> bool:

@@ -29,6 +29,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     busy_us: int
     model: StepModel
     rows_from_seconds: float | None = None
+    cut: list[str] = []
+    """Of which invariants not all findings are rows."""
 
 
 def engine_facts(audit: EngineAudit) -> EngineFacts:
@@ -42,4 +44,5 @@ def engine_facts(audit: EngineAudit) -> EngineFacts:
         block_tokens=block_size(audit),
         busy_us=audit.of(Steps).sums.busy_us,
         model=audit.of(Steps).model,
+        cut=audit.cut,
     )

@@ -159,7 +159,7 @@ class RowCollector:
         self._verdicts.clear()
 
     def found(self, findings: Sequence[Violation]) -> None:
-        """Add findings that are new."""
+        """Add findings."""
         if findings:
             self.sink("findings", [finding_row(self._audit, self.journal, one) for one in findings])
 
@@ -197,7 +197,10 @@ def _read(audit: EngineAudit, wanted: Wanted, start: Position | None, session: S
         collector.activity.go_on(session.series_within(audit.window), session.counts)
     for batch in each_batch(audit, start):
         collector.add(batch.events, batch.accounts)
-        collector.found(batch.findings)
+        if session is not None:
+            collector.found(batch.findings)
+    if session is None:
+        collector.found(audit.violations)
     collector.end()
     return _result(audit, memory.files(), wanted)
 
@@ -291,6 +294,9 @@ def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
     if audit is None:
         return None
     tables = {name: [file for span in spans for file in span.tables[name]] for name in TABLES}
+    memory = InMemory()
+    memory.add("findings", [finding_row(audit, journal_name(audit.path), one) for one in audit.violations])
+    tables["findings"] += memory.files()["findings"]
     return _result(audit, tables, spans[0].wanted)
 
 

@@ -200,6 +200,7 @@ def finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:
         found.message,
         found.tenant or None,
         found.session or None,
+        found.tokens,
     )
 
 

@@ -176,6 +176,7 @@ FINDINGS = (
         "tenant", "text", "the request's KVLEDGER_GROUP, else the keyed hash of its salt; null: not known"
     ),
     Column("session", "text", "the streaming-input session that the request is; null: none"),
+    Column("tokens", "count", "how many tokens it was about when it was first seen; null: it says no number"),
 )
 
 ADMISSIONS = (

@@ -89,6 +89,11 @@ class Facts:
             ONLY_SUMS.format(journal=journal, time=hour_time(since)) for journal, since in self.gone.items()
         ]
 
+    @property
+    def cut(self) -> list[str]:
+        """Of which invariants of which journals not all findings are rows."""
+        return [f"{engine.journal}: {words}" for engine in self.engines for words in engine.cut]
+
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """The rows of a query. Raises LedgerError for one that DuckDB refuses."""
         found: list[tuple[Any, ...]] = self.relation(query).fetchall()

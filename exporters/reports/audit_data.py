@@ -132,6 +132,8 @@ class FindingData(msgspec.Struct, frozen=True, kw_only=True):
     """What stops the harm; "" if only a figure is wrong."""
     tenant: str = ""
     session: str = ""
+    tokens: int | None = None
+    """How many tokens it was about when it was first found; None: the finding says no number."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,6 +293,7 @@ def finding(violation: Violation, began_seconds: float | None) -> FindingData:
         stop_now=catalogue()[violation.id].stop_now,
         tenant=violation.tenant,
         session=violation.session,
+        tokens=violation.tokens,
     )
 
 
@@ -345,7 +348,7 @@ def plain(data: object) -> Any:
 
 FINDING_COLUMNS = (
     "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message",
-    "when", "tenant", "session", "stop_now"
+    "when", "tenant", "session", "stop_now", "tokens"
 )  # fmt: skip
 
 

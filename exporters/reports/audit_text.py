@@ -261,6 +261,8 @@ def findings(
         style = "bold red" if group[0].severity == "violation" else "bold yellow"
         total = totals.get(id)
         count = f"  {_group_size(group, total)}" if len(group) > 1 or (total and total.is_cut) else ""
+        if total is not None and total.tokens and total.severity == "violation":
+            count = f"{count}{',' if count else ' '} {counted(total.tokens, 'token')}"
         parts.append(indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
         if group[0].severity == "drift" and not drifts:
             continue

@@ -41,7 +41,8 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
             raise LedgerError(f"A query is one SELECT, and this is {asked}.")
         answer = found.relation(sql)
         columns = [column[0] for column in answer.description]
-        return Answered(columns=columns, rows=[list(row) for row in answer.fetchall()], notes=found.notes)
+        missing = [*found.notes, *(found.cut if "findings" in sql.lower() else ())]
+        return Answered(columns=columns, rows=[list(row) for row in answer.fetchall()], notes=missing)
 
 
 def render(answer: Answered) -> Any:

@@ -236,9 +236,10 @@ class _Drawing:
         )
 
     def images(self, prompt: int) -> tuple[tuple[str, int, int], ...]:
-        """Encoder inputs that requests of a family may have in common."""
+        """Encoder inputs that requests of a family may have in common. An image has one number of tokens."""
         first, tokens = (self.times * self.kinds.choice(sizes) for sizes in ((0, 2, 5), (1, 3, 6)))
-        drawn = [(self.kinds.choice(("cat", "dog")), at, tokens) for at in (first, first + 2 * tokens)]
+        places = first, first + 2 * tokens
+        drawn = [(f"{self.kinds.choice(('cat', 'dog'))} {tokens}", at, tokens) for at in places]
         return tuple(image for image in drawn if image[1] + tokens <= prompt)
 
     @property

@@ -109,6 +109,7 @@ class ForeignHit(NamedTuple):
 
     pool: int
     blocks: list[int]
+    tokens: int
     writer: str
     holder: Holder
     differs: list[str]

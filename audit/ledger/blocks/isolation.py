@@ -52,4 +52,5 @@ def report_other_classes(holdings: Holdings, number: int, holder: Holder, blocks
     assert first.isolation is not None
     differs = difference(first.isolation, isolation_below(own, first.least_end) or [])
     story = holdings.story(number, foreign[0], second=holder)
-    holdings.report(ForeignHit(number, foreign, first.writer, holder, differs, story), holder.request)
+    tokens = len(foreign) * pool.groups[holder.group][0]
+    holdings.report(ForeignHit(number, foreign, tokens, first.writer, holder, differs, story), holder.request)

@@ -153,6 +153,21 @@ def test_one_request_may_break_several_invariants():
     assert ["tokens/stale-lookup", "tokens/negative", "tokens/set-once"] == violation_ids(stream)
 
 
+def test_a_finding_says_how_many_tokens_it_is_about():
+    auditor = audited(with_report(STALE, report(100, -28, 0)))
+
+    assert [None, 28, 92] == [violation.tokens for violation in auditor.violations]
+    assert [None, 28, 92] == [row.tokens for row in auditor.totals]
+
+
+def test_a_repeat_in_the_same_request_adds_no_tokens():
+    stream = with_report(events(100, "A64+0 s36 o+ F"), report(100, -28, 0))
+    twice = [each for event in stream for each in (event,) * (1 + isinstance(event, Reported))]
+
+    (row,) = [row for row in audited(twice).totals if row.id == "tokens/negative"]
+    assert (1, 28) == (row.findings, row.tokens)
+
+
 def test_findings_have_the_name_given_to_the_engine():
     auditor = Auditor(engine="replica 7", debug=True)
     auditor.feed_all([started(), *STALE])

@@ -29,6 +29,7 @@ from kvledger.exporters.reports.audit_data import as_json, report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.html_page import html
+from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 
@@ -188,6 +189,13 @@ def test_findings_are_those_of_one_replay(tmp_path: Path, monkeypatch: pytest.Mo
     assert one.found == joined.found
     assert one.sums == joined.sums
     assert as_report(one) == as_report(joined)
+    monkeypatch.setattr(spans, "WORTH_BYTES", 0)
+    monkeypatch.setattr(spans.Processes, "each", lambda _, work, items, sizes: map(work, items))
+    for table in ("requests", "causes", "chunks", "differences", "findings"):
+        asked = f"select * from {table} order by all"
+        rows = ask([journal], asked, run=here)
+        assert rows.rows and rows == ask([journal], asked, run=spans.Processes(3))
+    assert [words for words in rows.notes if "30 of" in words]
 
 
 def test_small_journals_those_of_blocks_and_those_with_workers_are_not_cut(
