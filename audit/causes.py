@@ -164,6 +164,17 @@ MISSES = {
 }
 """Why prompt tokens missed the prefix cache. Proving ``evicted`` takes the events of level ``blocks``."""
 
+NEVER_SEEN = "never_seen"
+BEING_COMPUTED = "being_computed"
+
+SAMPLED_MISSES = {
+    NEVER_SEEN: "never seen before",
+    EVICTED: "evicted",
+    CACHE_RESET: "the cache was reset",
+    BEING_COMPUTED: "being computed for another request",
+}
+"""What became before of the contents that a prompt missed, in the order in which events have them."""
+
 # --- why figures differ -------------------------------------------------------------------------
 
 UNEXPLAINED = "unexplained"

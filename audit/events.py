@@ -223,7 +223,10 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
     promise). ``computed_tokens`` is the engine's count before this step's own tokens.
     ``asynchronous``: the request waits for remote KV. ``resumed``: the request had been preempted.
     ``counted``: the engine may count this lookup in its statistics. ``cut_tokens``: the lookup's statistics
-    counted so many tokens that the connector then cut off the prompt.
+    counted so many tokens that the connector then cut off the prompt. ``sampled_misses``: of the blocks that
+    a first hit could have covered and did not, one in sixteen contents: how many the engine had never seen,
+    had evicted, had lost in a reset of the prefix cache, and was computing for another request. None: no such
+    block.
     """
 
     request: int
@@ -235,6 +238,7 @@ class Admitted(Event, frozen=True, array_like=True, tag=8):
     computed_tokens: int
     counted: bool = True
     cut_tokens: int = 0
+    sampled_misses: list[int] | None = None
 
 
 class LookupsCounted(Event, frozen=True, array_like=True, tag=9):

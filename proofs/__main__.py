@@ -15,6 +15,7 @@ NAMES = (
     "cards",
     "content_runs",
     "content_sketches",
+    "evicted",
     "gpu_engine",
     "long_run",
     "mutants",

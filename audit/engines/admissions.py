@@ -17,6 +17,7 @@ from .connector_metadata.metadata_reader import Saved
 from .engine_counts import EngineCounts
 from .observer import Observer
 from .prompt_reports import PromptReports
+from .prompt_sample import PromptSample, prompt_sample
 
 UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)
@@ -79,6 +80,8 @@ class Admissions:
         """Since 0.33 a load may start in a later step than its admission."""
         self._replays = bool(getattr(self._scheduler, "prefix_replay_tokens", 0))
         """Whether the engine recomputes the end of each hit."""
+        self.sample: PromptSample | None = None
+        """Samples what prompts miss; None if no prefixes are cached."""
 
     def started(self) -> None:
         """The observer has wrapped the scheduler.
@@ -86,6 +89,7 @@ class Admissions:
         Without a connector or replay the hit used is the lookup's answer, and the hook that reads the hit
         used stays off.
         """
+        self.sample = prompt_sample(self._scheduler)
         if self._observer.hooks is not None and (self._observer.connector is not None or self._replays):
             self._observer.hooks.activate("kv_cache_manager.record_prefix_cache_stats")
 
@@ -266,11 +270,11 @@ class Admissions:
         begins = computed = counts.computed(request) - scheduled
         if scheduled and self._replays and request.replay_start:
             begins += max(0, local + external - request.replay_start)
-        events.append(
-            ev.Admitted(
-                now, number, step, resumed, local, external, not scheduled, begins, counted, self.cut(attempt)
-            )
-        )
+        missed = None
+        if self.sample is not None and request_id not in self.admitted_before:
+            missed = self.sample.admitted(request, local + external)
+        split = resumed, local, external, not scheduled, begins, counted, self.cut(attempt)
+        events.append(ev.Admitted(now, number, step, *split, missed))
         if begins != computed:
             events.append(ev.RolledBack(now, number, "replay", begins, computed))
         self.admitted_before.add(request_id)

@@ -126,6 +126,8 @@ class Lives:
     ) -> None:
         """``reset_prefix_cache`` returned. Emits ``CacheReset``."""
         self.reset_ended()
+        if result and self._admissions.sample is not None:
+            self._admissions.sample.reset()
         self._log.emit(ev.CacheReset(self._log.now(), bool(result), bool(reset_running_requests)))
 
     def reset_ended(self) -> None:
@@ -179,6 +181,8 @@ class Lives:
             return
         if observer.pools is not None:
             observer.pools.ends(request)
+        if self._admissions.sample is not None:
+            self._admissions.sample.ended(request)
         failed = self._admissions.failed
         if request_id in failed:
             log.emit(failed.pop(request_id))

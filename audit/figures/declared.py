@@ -310,6 +310,25 @@ FIGURES: tuple[Figure, ...] = (
             ),
         ),
     ),
+    # a sample of what prompts missed
+    Figure(
+        "sampled_misses",
+        "of the blocks that a first hit could have covered and did not, those in a sample of one in sixteen "
+        "contents",
+        Slot("sampled_misses"),
+        "blocks",
+        causes=tuple(causes.SAMPLED_MISSES),
+        counters=(
+            Counter(
+                "kvledger_sampled_missed_blocks",
+                "Prompts",
+                "Blocks that the first hit of a prompt could have covered and did not, of one in sixteen "
+                "contents, by what became of the content before.",
+                "cause",
+                by_cause=True,
+            ),
+        ),
+    ),
 )
 """In the order in which outputs show them."""
 

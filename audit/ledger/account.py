@@ -75,6 +75,7 @@ class Account:
         "resumable",
         "rework",
         "sampled",
+        "sampled_misses",
         "saved_tokens",
         "scheduled",
         "sequence_tokens",
@@ -204,6 +205,8 @@ class Account:
         """External tokens loaded in all lives."""
         self.voided: dict[str, int] = {}
         """External tokens that failed or were cancelled, by cause."""
+        self.sampled_misses: dict[str, int] = {}
+        """Of one in sixteen contents, blocks that the first hit did not cover, by what became of each."""
         self.discarded: dict[str, int] = {}
         """Computed tokens at the end of each life, by the cause of the end."""
         self.saved_tokens = 0

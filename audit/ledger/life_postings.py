@@ -96,6 +96,9 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
         end_wait(state, account)
     life = begin_life(state, account, event.local_tokens, event.external_tokens)
     life.asynchronous = event.asynchronous
+    for cause, blocks in zip(causes.SAMPLED_MISSES, event.sampled_misses or (), strict=False):
+        if blocks:
+            add_tokens(account.sampled_misses, cause, blocks)
     _local_hit(state, account, life)
     promised = event.external_tokens
     account.computed = event.local_tokens + promised

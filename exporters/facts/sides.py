@@ -18,7 +18,7 @@ from ...audit.replay.windows import Window
 from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_SALT
 from .dataset import facts
 from .groups import KEYS, as_text
-from .misses import misses_by_group
+from .misses import Sampled, misses_by_group, sampled_misses
 from .replayed import Wanted
 from .sums import Group, GroupSums, by_group
 from .tables import Facts
@@ -45,6 +45,8 @@ class Side(msgspec.Struct, kw_only=True):
     voided: Mapping[str, int] = {}
     """Promised tokens that were not loaded, by cause."""
     missed: Mapping[str, int] = {}
+    sampled: Sampled = Sampled()
+    """What became before of the contents that prompts missed."""
     labels: Mapping[str, Mapping[str, Figures]] = {}
     by_engine: Mapping[tuple[str, str], int] = {}
     outcomes: Mapping[str, int] = {}
@@ -124,6 +126,7 @@ def side_at(paths: Sequence[Path], window: Window, run: Run) -> Side:
             figures=everything.figures,
             voided=dict(everything.totals.voided),
             missed=missed,
+            sampled=sampled_misses(found),
             labels=_labels(found),
             by_engine=_by_engine(found),
             outcomes=_requests(by_group(found, [KEYS["outcome"]])),

@@ -55,6 +55,8 @@ class Facts(msgspec.Struct, kw_only=True):
     voided: Mapping[str, int] = {}
     missed: int = 0
     misses: Mapping[str, int] = {}
+    sampled: tuple[int, float] | None = None
+    """Blocks of the sample of misses, and the share of them that was evicted."""
     block_size: int = 0
     levels: Sequence[str] = ()
     engine_seconds: float = 0.0
@@ -139,6 +141,7 @@ def with_why(facts: Facts, why: Why) -> Facts:
         prompt_tokens=facts.prompt_tokens or why.prompt_tokens,
         missed=why.no_hit,
         misses={row.cause: row.tokens for row in why.causes},
+        sampled=why.sampled_evictions,
         block_size=why.block_size,
         levels=why.levels,
     )
@@ -246,7 +249,19 @@ def evicted(facts: Facts) -> Conclusion | None:
 def not_knowable(facts: Facts) -> Conclusion | None:
     """The level of the recording proves no cause for most misses."""
     part = _of_misses(facts, causes.NOT_KNOWABLE, NOT_KNOWABLE_SHARE)
-    if part is None or not facts.levels:
+    if part is None:
+        return None
+    if facts.sampled is not None:
+        blocks, evicted = facts.sampled
+        if evicted < EVICTED_SHARE:
+            return None
+        return Conclusion(
+            _share_of_work(facts, round(evicted * facts.misses[causes.NOT_KNOWABLE])),
+            f"{percent(evicted)} of the blocks that first hits did not cover were in the prefix cache before "
+            f"and were evicted, by a sample of {counted(blocks, 'block')}: at most these could be hits with "
+            "more blocks.",
+        )
+    if not facts.levels:
         return None
     return Conclusion(
         0.0,

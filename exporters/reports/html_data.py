@@ -80,7 +80,7 @@ def gather(
     from ..facts.curves import curves
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
-    from ..facts.misses import misses_by_group
+    from ..facts.misses import misses_by_group, sampled_misses
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group
 
@@ -88,7 +88,8 @@ def gather(
     with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
         groups = by_group(found, columns)
         lost = costs_of_groups(found, groups, (), "", gpu_hour)[()]
-        why = explained(misses_by_group(found, groups, (), "")[()], found.engines, gpu_hour)
+        misses = misses_by_group(found, groups, (), "")[()]
+        why = explained(misses, sampled_misses(found), found.engines, gpu_hour)
         compare_journals(found.audits)
         audited = report(Audit(found.audits), lost)
         concluded = conclusions(with_costs(with_why(facts_of_audit(audited), why), lost))

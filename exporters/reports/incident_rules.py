@@ -504,10 +504,10 @@ def never_seen(change: Change) -> Cause | None:
     if rises.get(causes.EVICTED, 0.0) > rises[causes.NOT_KNOWABLE]:
         return None
     whose = _whose_hits_fell(change)
-    known = "blocks" in change.after.levels or "content" in change.after.levels
+    blocks = "blocks" in change.after.levels or "content" in change.after.levels
     text = (
         "Prompts no longer begin with a prefix that was seen before"
-        if known
+        if blocks or _is_sampled(change)
         else "Prompts no longer hit: they begin with other tokens, or their blocks were evicted, which level "
         "tokens does not tell"
     )
@@ -515,7 +515,7 @@ def never_seen(change: Change) -> Cause | None:
         "prefix",
         f"{text}.{whose}",
         "See what clients send first: a time, a name or an id before the shared text makes each prompt new.",
-        "prefixes {path}" if known else "why {path} --since {since}",
+        "prefixes {path}" if blocks else "why {path} --since {since}",
     )
 
 
@@ -551,11 +551,29 @@ def evicted(change: Change) -> Cause | None:
 
 
 def _rises(change: Change) -> dict[str, float]:
-    """Misses by cause, as shares of prompt tokens: how much they rose."""
+    """Misses by cause, as shares of prompt tokens: how much they rose.
+
+    Where a sample tells evicted contents from new ones, it divides the two causes.
+    """
     before, after = change.before, change.after
-    return {
+    rises = {
         cause: (after.miss_share(cause) or 0.0) - (before.miss_share(cause) or 0.0) for cause in after.missed
     }
+    if _is_sampled(change):
+        was, now = (_evicted_and_new(side) for side in (before, after))
+        rises[causes.EVICTED], rises[causes.NOT_KNOWABLE] = now[0] - was[0], now[1] - was[1]
+    return rises
+
+
+def _is_sampled(change: Change) -> bool:
+    return None not in (side.sampled.share(causes.EVICTED) for side in (change.before, change.after))
+
+
+def _evicted_and_new(side: Side) -> tuple[float, float]:
+    """The shares of prompt tokens that were evicted and never seen, divided by the sample."""
+    both = sum(side.miss_share(cause) or 0.0 for cause in (causes.EVICTED, causes.NOT_KNOWABLE))
+    evicted = both * (side.sampled.share(causes.EVICTED) or 0.0)
+    return evicted, both - evicted
 
 
 def preempted(change: Change) -> Cause | None:

@@ -16,25 +16,25 @@ from rich.console import Group
 from rich.text import Text
 
 from ...audit.analysis.costs import MoreBlocks
-from ...audit.causes import MISSES
+from ...audit.causes import EVICTED, MISSES, SAMPLED_MISSES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import csv_of, structs_csv
 from .audit_data import share
 from .costs import FirstToken, ModelRow, model_row, model_text, money, part, shown_seconds
-from .terminal import blocks, bullets, counted, figures_table, notes, part_of, percent, title
+from .terminal import blocks, bullets, counted, figures_table, listed, notes, part_of, percent, title
 
 if TYPE_CHECKING:
     from ..facts.engine import EngineFacts
-    from ..facts.misses import Misses
+    from ..facts.misses import Misses, Sampled
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "
     "ended. A cause is named where the recorded events prove it."
 )
 MORE = (
-    "Recorded at level {level}, which has no block events. Level blocks can tell tokens that were evicted "
-    "from tokens that were never seen."
+    "Recorded at level {level}, which has no block events. Level blocks tells of each request's tokens "
+    "whether they were evicted; a sample tells it of all together."
 )
 TOKENS = "tokens"
 """The level without block events."""
@@ -60,6 +60,17 @@ class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
     first_token_median_seconds: float | None = None
     first_token_p95_seconds: float | None = None
     money: float | None = None
+
+
+class SampledRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of the sample with one cause. ``share`` is of all its blocks, ``margin`` half its 95 % interval;
+    None: not known."""
+
+    cause: str
+    text: str
+    blocks: int
+    share: float | None
+    margin: float | None = None
 
 
 class WhyGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +110,15 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed again, of prompts and outputs, after preemptions for lack of free blocks."""
     more_blocks: MoreBlocks | None = None
     """The fewest blocks that would have avoided most of ``preempted``; None if that is not known."""
+    sampled: list[SampledRow] = []
+    """What became before of the contents that first hits did not cover, of a sample of their blocks."""
+
+    @property
+    def sampled_evictions(self) -> tuple[int, float] | None:
+        """Blocks of the sample, and the share of them that was evicted; None: too few blocks."""
+        blocks = sum(row.blocks for row in self.sampled if row.share is not None)
+        evicted = sum(row.blocks for row in self.sampled if row.cause == EVICTED)
+        return (blocks, evicted / blocks) if blocks else None
 
 
 def why(
@@ -118,7 +138,7 @@ def why(
     """
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
-    from ..facts.misses import misses_by_group
+    from ..facts.misses import misses_by_group, sampled_misses
     from ..facts.sums import by_group
 
     columns = group_columns(by)
@@ -126,11 +146,25 @@ def why(
         sums = by_group(found, columns, where, group_costs=True)
         everything = misses_by_group(found, sums, (), where)[()]
         groups = misses_by_group(found, sums, columns, where) if columns else {}
-        result = explained(everything, found.engines, gpu_hour)
+        result = explained(everything, sampled_misses(found, where), found.engines, gpu_hour)
     seconds = result.engine_seconds  # a part of the requests shares its engines' time with the others
     rows = [_group_row(group_names(by, name), group, seconds, gpu_hour) for name, group in groups.items()]
     rows.sort(key=lambda row: (-row.no_hit, row.group))
     return msgspec.structs.replace(result, groups=rows, notes=[*result.notes, *found.notes])
+
+
+def _sampled_rows(found: Sampled) -> list[SampledRow]:
+    rows = sorted(found.blocks.items(), key=lambda row: (-row[1], row[0]))
+    return [
+        SampledRow(
+            cause=cause,
+            text=SAMPLED_MISSES.get(cause, cause),
+            blocks=blocks,
+            share=found.share(cause),
+            margin=found.margins.get(cause),
+        )
+        for cause, blocks in rows
+    ]
 
 
 def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
@@ -146,7 +180,9 @@ def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float
     )
 
 
-def explained(misses: Misses, engines: Sequence[EngineFacts], gpu_hour: float | None = None) -> Why:
+def explained(
+    misses: Misses, sampled: Sampled, engines: Sequence[EngineFacts], gpu_hour: float | None = None
+) -> Why:
     """The misses of these engines as data. ``gpu_hour``: the price of an hour of one engine."""
     assert misses.sums.missed == sum(misses.tokens.values()), "the causes do not add up to the misses"
     figures, preempted = misses.sums.figures, misses.preempted
@@ -172,6 +208,7 @@ def explained(misses: Misses, engines: Sequence[EngineFacts], gpu_hour: float | 
         scheduled=figures["scheduled"],
         preempted=preempted.tokens,
         more_blocks=preempted.more_blocks,
+        sampled=_sampled_rows(sampled),
     )
 
 
@@ -228,9 +265,18 @@ def _answer(result: Why) -> Iterator[Text]:
         first = result.causes[0]
         cause = f"{first.text} ({percent(first.share or 0)})"
         yield Text(f"{result.no_hit:,} misses. Most frequent cause: {cause}.")
+    known = [row for row in result.sampled if row.share is not None]
+    if known:
+        parts = listed([f"{percent(row.share or 0)}{_margin(row)} {row.text}" for row in known])
+        total = counted(sum(row.blocks for row in known), "block")
+        yield Text(f"What first hits did not cover, by a sample of {total}: {parts}.")
     if result.unknown:
         unknown = counted(result.unknown, "request")
         yield Text(f"{unknown} unknown: events are missing, so no figure includes them.", style="yellow")
+
+
+def _margin(row: SampledRow) -> str:
+    return "" if row.margin is None else f" (± {percent(row.margin)})"
 
 
 def _causes(result: Why) -> Group | None:

@@ -215,7 +215,7 @@ def test_the_command_prints_the_cause_first_and_what_to_run_next(
 
     assert 0 == exit_code("incident", folder, "--since", planted.since, "--format", "json")
     said = json.loads(capsys.readouterr().out)
-    assert ["settings", "restart", "prefix"] == [cause["name"] for cause in said["causes"]]
+    assert ["settings", "restart", "evicted"] == [cause["name"] for cause in said["causes"]]
     assert [{"setting": "blocks", "before": "400", "after": "60"}] == said["settings"]
 
 
@@ -234,7 +234,7 @@ def test_the_time_before_may_be_yesterday_or_another_folder(
     folder = planted.write(tmp_path / "bad")
 
     assert 0 == exit_code("incident", folder, "--since", planted.since, "--against", good)
-    assert "Prompts no longer hit" in capsys.readouterr().out
+    assert "Prompts no longer begin with a prefix that was seen before" in capsys.readouterr().out
     yesterday = ("--at", "2026-01-01T00:01:05Z", "--since", "20s", "--against", "yesterday")
     assert 2 == exit_code("incident", folder, *yesterday)
     assert "no request ended at the same time yesterday" in capsys.readouterr().err

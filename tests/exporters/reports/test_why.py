@@ -14,7 +14,7 @@ from kvledger.audit.events import Gap
 from kvledger.audit.figures.declared import BY_NAME
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
-from kvledger.exporters.facts.misses import Misses
+from kvledger.exporters.facts.misses import Misses, Sampled
 from kvledger.exporters.facts.sums import GroupSums
 from kvledger.exporters.reports.why import as_csv, explained, why
 
@@ -85,4 +85,4 @@ def test_csv_has_one_line_per_cause(golden: Path) -> None:
 
 def test_causes_that_do_not_add_up_are_a_defect_of_kvledger() -> None:
     with pytest.raises(AssertionError, match="do not add up"):
-        explained(Misses(GroupSums(missed=1, figures=dict.fromkeys(BY_NAME, 0))), [])
+        explained(Misses(GroupSums(missed=1, figures=dict.fromkeys(BY_NAME, 0))), Sampled(), [])
