@@ -48,11 +48,8 @@ def main() -> int:
             plan = Plan(setup={"blocks": blocks}, prefixes=prefixes, prefix=256)
             some, share, margin = shares(plan, seconds, mask)
             every, truth, _ = shares(plan, seconds, 0)
-            print(
-                f"| {blocks} | {prefixes} | {some:,} | {share:.1f} % | ± {margin:.1f} | {every:,} | {truth:.1f} % "
-                f"| {share - truth:+.1f} |",
-                flush=True,
-            )
+            found = f"{some:,} | {share:.1f} % | ± {margin:.1f} | {every:,} | {truth:.1f} %"
+            print(f"| {blocks} | {prefixes} | {found} | {share - truth:+.1f} |", flush=True)
             worst = max(worst, abs(share - truth))
     return int(worst > POINTS)
 
