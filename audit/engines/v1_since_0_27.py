@@ -165,11 +165,9 @@ class V1Observer(Observer):
         )
 
     def _misqueued(self) -> dict[str, int]:
-        """The places of each request that is not queued as it should be, if the queues' lengths show any."""
+        """The places of each request that is not queued as it should be."""
         ids, queues = self.log.ids, (self.scheduler.running, *self.waiting)
         self.misqueued = self._spare_places()
-        if not self.misqueued:
-            return {}
         queued = (request for queue in queues for request in queue)
         places = Counter(each.request_id for each in queued if each.request_id in ids or each.is_finished())
         return {cut_id(name): places[name] for name in ids.keys() | places if places[name] != (name in ids)}

@@ -106,6 +106,24 @@ def test_the_count_of_a_waiting_request_is_compared(asynchronous: bool) -> None:
 
 
 @pytest.mark.usefixtures("census_after_each_step")
+def test_a_request_that_is_queued_twice_does_not_hide_one_that_is_in_no_queue() -> None:
+    def scenario(attach: Attach) -> Driver:
+        driver = decoding(attach, max_running=2)
+        for name in ("c", "d"):
+            driver.add(name, 20, 300)
+        waiting = driver.scheduler.waiting
+        waiting.remove(driver.scheduler.requests["c"])
+        waiting.add_request(driver.scheduler.requests["d"])
+        for _ in range(3):
+            driver.step()
+        return driver
+
+    assert {("requests/queued-once", "c"), ("requests/queued-once", "d")} == findings(
+        audited(observe(scenario)[1])
+    )
+
+
+@pytest.mark.usefixtures("census_after_each_step")
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_census_after_each_step_finds_nothing_more(name: str, level: str) -> None:
