@@ -42,7 +42,7 @@ def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
             error = f"{type(raised).__name__}: {raised}"
     accounts = list(auditor.ledger.accounts())
     result: dict[str, Any] = {
-        "findings": [[violation.id, violation.request] for violation in auditor.violations],
+        "findings": [[found.id, found.request, found.tokens] for found in auditor.violations],
         "verdict": auditor.verdict,
         "settled": {account.request_id: list(map(_sources, account.settlements)) for account in accounts},
         "doubts": auditor.doubts,
