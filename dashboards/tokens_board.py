@@ -235,7 +235,7 @@ PROMPTS = PanelRow(
             "timeseries",
             (_share(HITS, PROMPT, "engine", "{{engine}}"),),
             unit="percentunit",
-            width=6,
+            width=8,
             most=1,
         ),
         Panel(
@@ -244,7 +244,7 @@ PROMPTS = PanelRow(
             "timeseries",
             (_share_by_model(HITS, PROMPT),),
             unit="percentunit",
-            width=6,
+            width=8,
             most=1,
         ),
         Panel(
@@ -260,7 +260,7 @@ PROMPTS = PanelRow(
                 ),
             ),
             unit="percentunit",
-            width=6,
+            width=8,
         ),
         Panel(
             "Hit rate of the engine's lookups",
@@ -276,8 +276,23 @@ PROMPTS = PanelRow(
                 ),
             ),
             unit="percentunit",
-            width=6,
+            width=12,
             most=1,
+        ),
+        Panel(
+            "What became of the blocks that prompts missed",
+            "Blocks that the first hit of a prompt could have covered and did not, of one in sixteen contents, "
+            "by what became of them before. Evicted: more blocks, or sending prompts that share a prefix to "
+            "one engine, could make them hits. Never seen: no cache could.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (cause) (rate(kvledger_sampled_missed_blocks_total{@engine}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+            stack="percent",
+            width=12,
         ),
     ),
 )
