@@ -110,6 +110,12 @@ def drifts_due(scenario: str, name: str) -> set[str]:
     return {id for each in _of(scenario, name) if each in OF_FIGURES for id in each.ids}
 
 
+def harmed(scenario: str, name: str) -> Iterator[list[str | int | None]]:
+    """The findings in a scenario of a release, each with the request and the tokens that it must name."""
+    for each in _of(scenario, name):
+        yield from map(list, each.scenarios.harmed.get(scenario, ()))
+
+
 def settled(scenario: str) -> dict[str, list[list[int]]] | None:
     """The sources of each prompt in a scenario where they are known, the same in every release."""
     of_fault = (each.scenarios.settled.get(scenario) for each in EXPECTED)

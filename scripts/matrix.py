@@ -76,6 +76,7 @@ class Outcome:
             wrong = [f"found {each}" for each in sorted(extra)]
             if not line.get("left_out"):
                 wrong += self._unexpected_drifts(scenario)
+                wrong += self._unnamed(scenario)
             if not expected.excused(scenario, self.release):
                 wrong += [
                     f"{key} {line[key]}"
@@ -88,6 +89,17 @@ class Outcome:
                 wrong.append(f"settled {line.get('settled')}, not {settled}")
             results += [Unexpected(self.release, each, scenario) for each in wrong]
         return results
+
+    def _unnamed(self, scenario: str) -> list[str]:
+        """Findings that name other requests or tokens than those that the fault harms."""
+        rows = self.lines[scenario].get("findings", [])
+        assert isinstance(rows, list)
+        due = expected.harmed(scenario, self.release)
+        return [
+            f"{id} names no {request} with {tokens} tokens"
+            for id, request, tokens in due
+            if [id, request, tokens] not in rows
+        ]
 
     def _unexpected_drifts(self, scenario: str) -> list[str]:
         """Drifts that this release does not have, and those that this scenario should have shown."""

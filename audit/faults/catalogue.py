@@ -41,7 +41,9 @@ class Scenarios(Strict, frozen=True):
     the fault where they are not given; ``releases`` names releases of the matrix instead. ``always``: every
     such scenario shows the fault in each release that has it. ``engine_fails``: the engine itself ends the
     scenario early, so its accounts are not checked. ``settled``: by scenario and request, the local,
-    external, computed and unattained tokens of its prompt, which are equal in every release.
+    external, computed and unattained tokens of its prompt, which are equal in every release. ``harmed``: by
+    scenario, each finding with the request that it names and the tokens that it is about (None: it says no
+    number), in every release that shows the fault there.
     """
 
     names: tuple[str, ...]
@@ -52,6 +54,7 @@ class Scenarios(Strict, frozen=True):
     always: bool = False
     engine_fails: bool = False
     settled: Mapping[str, Mapping[str, list[list[int]]]] = {}
+    harmed: Mapping[str, tuple[tuple[str, str | None, int | None], ...]] = {}
     note: str = ""
 
     def drive(self, scenario: str) -> bool:
