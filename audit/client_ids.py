@@ -108,6 +108,8 @@ def rank(asked: str, request_id: str, traceparent: str | None = None, *, suffixe
     """
     trace = _TRACE.fullmatch(asked)
     asked = trace[1] if trace else asked
+    if asked not in request_id and asked not in (traceparent or ""):
+        return -1  # every id that a client knows is a part of these
     names = client_names(request_id, traceparent, suffixed=suffixed)
     ranks = [each for each, name in names if name == asked]
     if ranks:

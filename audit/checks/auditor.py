@@ -153,7 +153,8 @@ class Auditor:
         if self._on_violation is not None:
             self._on_violation(row.id, entry.at, account)
         number = getattr(entry.subject, "number", None) if account is None else account.request
-        key = (row.id, None if row.once else number)
+        watched = account is not None and account.lines is not None
+        key = (row.id, None if row.once and not watched else number)
         inside = self._is_in_window is None or self._is_in_window(entry.at)
         findings = self.findings
         tokens = row.tokens_of(witness.figures)

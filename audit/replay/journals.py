@@ -32,6 +32,7 @@ from .find import journals_at, pick_request, pick_requests
 from .observed import ObserverKind
 from .observers import KeptAccounts, Reconciled, taken
 from .parallel import Run, here, readable
+from .request_span import request_span
 from .shared_transfers import compare_transfers
 from .spans import Piece, Span, SpanAudit, joined, split_run
 from .window_start import skip_to_window
@@ -136,20 +137,18 @@ def audit_paths(
     paths: Iterable[Path],
     observers: Sequence[ObserverKind] = (),
     *,
-    watch: Watch | None = None,
     window: Window = EVERYTHING,
     run: Run = here,
 ) -> Audit:
     """Replay every journal at or under ``paths``, and reconcile them. Raises LedgerError if there is none.
 
     ``observers``: what is counted, too; classes of ``observers.py``. ``run`` decides which processes replay
-    the journals; with ``watch`` it must be :func:`here`. The other arguments are those of
-    :class:`EngineAudit`.
+    the journals. The other arguments are those of :class:`EngineAudit`.
     """
     observers = (Reconciled, *observers)
-    replay = partial(_replay, observers=observers, watch=watch, window=window)
+    replay = partial(_replay, observers=observers, window=window)
     found = journals_at(paths)
-    if watch or window.bounded or KeptAccounts in observers:
+    if window.bounded or KeptAccounts in observers:
         audits = list(readable(run, replay, found))
     else:
         audits = list(split_run(run, found, partial(_piece, observers=observers), joined, replay))
@@ -176,6 +175,16 @@ def _replay(
         audit.read(reader)
         audit.note_end(reader)
     audit.finish()
+    return audit
+
+
+def _replay_requests(path: Path, *, watch: Watch, window: Window) -> EngineAudit:
+    """Replay as much of a journal as the requests need that are watched; their accounts are kept."""
+    part = request_span(path, watch)
+    if part is None:
+        return _replay(path, observers=(KeptAccounts,), watch=watch, window=window)
+    audit = EngineAudit(path, (KeptAccounts,), watch=watch, window=window)
+    part.replay(audit)
     return audit
 
 
@@ -237,21 +246,22 @@ def statements(
     if none matches.
     """
     asked = shown_id(asked)
-    seen: list[str] = []
+    seen: dict[str, None] = {}
 
     def watched(name: str) -> bool:
         if len(seen) < HINTS:
-            seen.append(name)
+            seen[name] = None
         return rank(asked, name, name) >= 0 or rank(asked, name, suffixed=False) >= 0
 
-    audit = audit_paths(paths, (KeptAccounts,), watch=watched, window=window, run=run)
+    # Only a whole replay knows of #N, a request whose arrival was not observed.
+    replay = partial(_replay, observers=(KeptAccounts,)) if asked.startswith("#") else _replay_requests
+    engines = list(readable(run, partial(replay, watch=watched, window=window), journals_at(paths)))
+    compare_journals(engines)
     found = [
-        RequestStatement(engine, account)
-        for engine in audit.engines
-        for account in engine.of(KeptAccounts).sums
+        RequestStatement(engine, account) for engine in engines for account in engine.of(KeptAccounts).sums
     ]
-    suffixed = any(engine.random_suffixes for engine in audit.engines if engine.engine)
-    picked = pick_requests(asked, found, seen, ", ".join(map(str, paths)), suffixed=suffixed)
+    suffixed = any(engine.random_suffixes for engine in engines if engine.engine)
+    picked = pick_requests(asked, found, list(seen), ", ".join(map(str, paths)), suffixed=suffixed)
     return list({(each.engine, each.request_id): each for each in picked}.values())
 
 

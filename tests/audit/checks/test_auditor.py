@@ -136,6 +136,23 @@ def test_each_request_has_its_own_finding():
     assert ["request-0", "request-1"] == [v.request for v in audited(stream).violations]
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_drift_is_kept_once_and_for_each_watched_request(
+    monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    def drifting(entry: Entry) -> Iterator[Witness]:
+        yield Witness({})
+
+    row = Invariant("metrics/made-up", "drift", (LookedUp,), "", (), (), "", "", drifting, once=True)
+    monkeypatch.setitem(CATALOGUE, row.id, row)
+    auditor = Auditor(watch=lambda _: watched, debug=True)
+    auditor.feed(started())
+    for request in range(2):
+        auditor.feed_all(events(100, "A0+0 s100 o+ F", request=request))
+
+    assert (2 if watched else 1) == sum(one.id == row.id for one in auditor.violations)
+
+
 def test_findings_are_kept_up_to_a_bound_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "FINDINGS_KEPT", 2)
     auditor = Auditor(debug=True)
