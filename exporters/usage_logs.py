@@ -47,7 +47,7 @@ def read(path: Path) -> UsageLog:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    found = list(_line(line, path, number))
+                    found = told_in(line, path, number)
                     told += found
                     others += not found
     except OSError as error:
@@ -57,7 +57,12 @@ def read(path: Path) -> UsageLog:
     return UsageLog(told, others)
 
 
-def _line(line: str, path: Path, number: int) -> Iterator[Told]:
+def told_in(line: str | bytes, path: Path, number: int) -> list[Told]:
+    """What one line of a log tells of calls. Raises LedgerError if it is no JSON object."""
+    return list(_line(line, path, number))
+
+
+def _line(line: str | bytes, path: Path, number: int) -> Iterator[Told]:
     try:
         record = json.loads(line)
     except ValueError:

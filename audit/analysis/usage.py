@@ -161,7 +161,7 @@ class Difference(NamedTuple):
 NOT_CACHED = {"prompt-per-sample": "prompt", "aborted": "output"}
 """The figure that a cause is about, of the causes that are not about cached tokens."""
 
-_FIGURES = {"prompt": "prompt_tokens", "cached": "cached", "output": "output_tokens"}
+FIGURES = {"prompt": "prompt_tokens", "cached": "cached", "output": "output_tokens"}
 """The field of each figure, in what was told and in the ledger."""
 
 
@@ -171,8 +171,8 @@ def differences(usage: Usage) -> list[Difference]:
     for row in usage.calls:
         for cause in row.causes:
             figure = NOT_CACHED.get(cause, cause.removeprefix(f"{UNEXPLAINED} "))
-            figure = figure if figure in _FIGURES else "cached"
-            told, settled = getattr(row.told, _FIGURES[figure]), getattr(row.ledger, _FIGURES[figure])
+            figure = figure if figure in FIGURES else "cached"
+            told, settled = getattr(row.told, FIGURES[figure]), getattr(row.ledger, FIGURES[figure])
             if told is not None:
                 tenant = next((each.tenant for each in row.requests if each.tenant), "")
                 key = tenant, figure, cause, "+" if told > settled else "-"

@@ -18,7 +18,7 @@ ENGINE = {
     "(engines with the same KVLEDGER_CONTENT_KEY)",
     "KVLEDGER_EVENTS_KEY": "a secret of 16 or more characters, by which KV events are compared with blocks",
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
-    "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told",
+    "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told; --usage-log",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
     "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",

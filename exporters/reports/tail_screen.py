@@ -148,7 +148,7 @@ class LiveTail:
         self._groups: dict[str, Totals] = {}
         """The totals of each group."""
         if by:
-            self._follower.on_opened = self._group
+            self._follower.on_opened.append(self._group)
         self._counts: dict[str, LiveCounts] = {}
         """The counts of each journal, by its name."""
         self._new: list[Violation] = []

@@ -121,8 +121,8 @@ class Follower:
         """The journals that exist now, by name, except those that were folded."""
         self.ended = EndedEngines()
         """The sums of ended engines, by engine name."""
-        self.on_opened: Callable[[FollowedAudit], None] = ignore
-        """Called with the audit of each new journal before its first event is read."""
+        self.on_opened: list[Callable[[FollowedAudit], None]] = []
+        """Functions called with the audit of each new journal before its first event is read."""
         self.on_batch: OnBatch = ignore
         """Called after each batch has been audited."""
         self._finder = finder or FolderFinder(path)
@@ -325,8 +325,7 @@ class Follower:
         for name in sorted(names - followed):
             path = self._finder.path(name)
             if self._is_journal(name) and not self.ended.came_back(name, path):
-                engine_audit = FollowedAudit(path)
-                self.on_opened(engine_audit)
+                engine_audit = self._opened(path)
                 new[name] = FollowedJournal(name, engine_audit, Reader(engine_audit.path))
         if new:
             with self.lock:
@@ -335,6 +334,12 @@ class Follower:
             self._retire(name)
         for name in self.ended.folded.keys() - names:
             self.ended.left(self.ended.folded.pop(name))
+
+    def _opened(self, path: Path) -> FollowedAudit:
+        engine_audit = FollowedAudit(path)
+        for callback in self.on_opened:
+            callback(engine_audit)
+        return engine_audit
 
     def _is_journal(self, name: str) -> bool:
         said: list[str] = []
@@ -388,8 +393,7 @@ class Follower:
         if journal.settled_segment < 0:
             journal.revive()
         elif journal.settled_segment == first_segment(path):
-            engine_audit = FollowedAudit(path)
-            self.on_opened(engine_audit)
+            engine_audit = self._opened(path)
             with self.lock:
                 journal.read_again(engine_audit)
         else:  # rotation has removed a part of what the sums have
@@ -402,8 +406,7 @@ class Follower:
 
     def _follow_again(self, folded: FoldedJournal, path: Path) -> None:
         """Follow a folded journal from its next segment: its sums have what came before."""
-        engine_audit = FollowedAudit(path)
-        self.on_opened(engine_audit)
+        engine_audit = self._opened(path)
         start = Position(segment=folded.segment + 1, event=-1)
         with self.lock:
             del self.ended.folded[folded.name]
