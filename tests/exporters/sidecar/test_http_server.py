@@ -51,8 +51,8 @@ class Client:
         self.follower = follower
         self.address: tuple[str, int] = ("127.0.0.1", server.server_port)
 
-    def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
+    def get(self, path: str, method: str = "GET", source: str = "127.0.0.1", **headers: str) -> Answer:
+        connection = http.client.HTTPConnection(*self.address, timeout=30, source_address=(source, 0))
         connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
         answer = Answer(connection.getresponse())
         connection.close()

@@ -161,19 +161,19 @@ def test_a_client_that_guesses_does_not_keep_another_from_its_first_check(monkey
     for thread in threads:
         thread.start()
     entered.wait(30)
-    wait_until(lambda: len(users._queue._clients) == len(threads))
+    wait_until(lambda: len(users._queue._waiters) == len(threads))
 
     with pytest.raises(Busy):
         users(basic("prometheus", "another"), "guesser")
     answers: list[bool] = []
     honest = threading.Thread(target=lambda: answers.append(users(basic("prometheus", "secret"), "scraper")))
     honest.start()
-    wait_until(lambda: len(users._queue._clients) == len(threads) + 1)
+    wait_until(lambda: len(users._queue._waiters) == len(threads) + 1)
     open_.set()
     for thread in (*threads, honest):
         thread.join(30)
     assert [True] == answers
-    assert [] == users._queue._clients
+    assert [] == users._queue._waiters
 
 
 def test_the_queue_is_bounded_and_a_waiter_gives_up_when_it_is_cut_off(monkeypatch: Any) -> None:
@@ -192,7 +192,7 @@ def test_the_queue_is_bounded_and_a_waiter_gives_up_when_it_is_cut_off(monkeypat
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(web_users.WAITERS)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(users._queue._clients) == web_users.WAITERS)
+    wait_until(lambda: len(users._queue._waiters) == web_users.WAITERS)
     with pytest.raises(Busy):
         users(basic("prometheus", "more"), "another client")
     cut.set()
@@ -201,7 +201,91 @@ def test_the_queue_is_bounded_and_a_waiter_gives_up_when_it_is_cut_off(monkeypat
     open_.set()
     for thread in threads:
         thread.join(30)
-    assert [] == users._queue._clients
+    assert [] == users._queue._waiters
+
+
+def test_the_first_honest_password_after_a_restart_is_checked_next(monkeypatch: Any) -> None:
+    """Eight addresses guess without end, and each has failed before; the queue is full of them."""
+    users = Users({"prometheus": HASH})
+    stop, checked = threading.Event(), []
+
+    def slow(password: bytes, hashed: bytes) -> bool:
+        time.sleep(0.02)
+        checked.append(password)
+        return password == b"secret"
+
+    def guess(client: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            with contextlib.suppress(Busy):
+                users(basic("prometheus", f"wrong-{client}-{number}"), f"client-{client % 8}")
+
+    monkeypatch.setattr(bcrypt, "checkpw", slow)
+    threads = [threading.Thread(target=guess, args=(client,)) for client in range(16)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(checked) > 24 and len(users._queue._waiters) == web_users.WAITERS)
+        before = len(checked)
+        assert users(basic("prometheus", "secret"), "scraper")
+        between = checked[before:].index(b"secret")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert between <= 1
+
+
+def test_a_scrape_gets_in_within_a_second_while_others_guess(tmp_path: Path) -> None:
+    """A new sidecar remembers no password. The guesses come from an address that failed before."""
+    journals.clean(tmp_path / "engine")
+    hashed = bcrypt.hashpw(b"secret", bcrypt.gensalt(11)).decode()
+    security = load(written(tmp_path, f"basic_auth_users:\n  prometheus: {hashed}\n"))
+    stop, refused = threading.Event(), []
+
+    with served(tmp_path, security=security) as client:
+
+        def guess(number: int) -> None:
+            while not stop.is_set():
+                number += 16
+                header = basic("prometheus", f"wrong-{number}")
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    refused.append(client.get("/metrics", source="127.0.0.9", Authorization=header).status)
+
+        threads = [threading.Thread(target=guess, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: 401 in refused and 429 in refused)
+            began = time.monotonic()
+            honest = client.get("/metrics", Authorization=basic("prometheus", "secret"))
+            taken = time.monotonic() - began
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(30)
+    assert 200 == honest.status
+    assert taken < 1
+
+
+def test_a_wrong_password_is_hashed_once(monkeypatch: Any) -> None:
+    """A scraper with an old password does not keep others from their turn."""
+    users = Users({"prometheus": HASH})
+    assert not users(basic("prometheus", "old"))
+    monkeypatch.setattr(bcrypt, "checkpw", None)
+
+    assert not users(basic("prometheus", "old"))
+
+
+def test_few_passwords_and_addresses_are_remembered(monkeypatch: Any) -> None:
+    users = Users({"prometheus": HASH})
+    monkeypatch.setattr(bcrypt, "checkpw", lambda *_: False)
+    for number in range(5_000):
+        assert not users(basic("prometheus", str(number)), str(number))
+
+    assert web_users._REMEMBERED == len(users._wrong._values)
+    assert web_users._FAILED == len(users._failed._values)
 
 
 def wait_until(condition: Any) -> None:
