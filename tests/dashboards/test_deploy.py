@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from tests import tools
+from tests import journals, tools
+
+from kvledger.exporters.sidecar.follower import Follower
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "dashboards" / "deploy"
@@ -210,6 +215,57 @@ def test_the_compose_file_is_valid() -> None:
         checker = jsonschema.Draft7Validator(json.load(schema))
 
     assert [] == [error.message for error in checker.iter_errors(read(DEPLOY / "compose" / "compose.yaml"))]
+
+
+def test_the_composed_sidecar_has_a_user_and_a_volume_of_its_own() -> None:
+    services = read(DEPLOY / "compose" / "compose.yaml")["services"]
+    sidecar, engine = services["kvledger"], services["vllm"]
+    mounts = dict(volume.split(":", 1) for volume in sidecar["volumes"])
+
+    assert "2000:2000" == sidecar["user"]
+    assert f"{sidecar['command'][1]}:ro" == mounts["journal"]
+    assert sidecar["command"][-2:] == ["--state", mounts["state"]]
+    assert not any(volume.startswith("state:") for volume in engine["volumes"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs processes of two users")
+def test_the_composed_sidecar_reads_what_an_engine_of_root_writes() -> None:
+    """The volumes are folders here. Other users than the sidecar's read no journal."""
+    services = read(DEPLOY / "compose" / "compose.yaml")["services"]
+    (script,) = services["plugin"]["command"]
+    user, group = map(int, services["kvledger"]["user"].split(":"))
+
+    def follows(folder: Path, user: int, group: int) -> bool:
+        """Whether a process of this user reads the journal and saves a checkpoint."""
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                os.setgroups([])
+                os.setgid(group)
+                os.setuid(user)
+                follower = Follower(folder / "journal", folder / "state")
+                follower.catch_up()
+                os._exit(0 if len(follower.audits) == 1 and not follower.problems else 1)
+            os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for volume in ("plugin", "journal", "state"):
+            (folder / volume).mkdir()
+            script = script.replace(f" /{volume}", f" {folder / volume}")
+        script = script.replace("/opt/kvledger/.", str(COMPONENT / "."))
+        subprocess.run(["sh", "-c", script], check=True)
+        before = os.umask(0o022)
+        try:
+            journals.clean(folder / "journal" / "engine-0")
+        finally:
+            os.umask(before)
+
+        assert follows(folder, user, group)
+        assert (folder / "state" / "checkpoint").stat().st_uid == user
+        assert not follows(folder, user + 1, group + 1)
 
 
 @pytest.mark.programs
