@@ -174,8 +174,9 @@ def text(rows: list[list[str]]) -> str:
 def described(column: Expected) -> str:
     """What the page says below the grid of a column."""
     links = ", ".join(f"[{name}]({url})" for name, url in column.fault.named_links)
+    names = f"**{column.fault.id}** ({links})" if links else f"**{column.fault.id}**"
     note = f" In these scenarios: {column.scenarios.note}." if column.scenarios.note else ""
-    return f"- **{column.fault.id}** ({links}): {column.fault.text}{note}"
+    return f"- {names}: {column.fault.text}{note}"
 
 
 def other(each: Expected) -> str:

@@ -21,6 +21,7 @@ from ..ledger.blocks.entries import (
     Uncovered,
 )
 from ..ledger.blocks.provenance import (
+    ABSENT,
     FAILED,
     HASHED_OTHERWISE,
     LEFT,
@@ -63,6 +64,7 @@ _NO_VALID_KV = {
     NOT_PLANNED: "the connector metadata did not name the load of request {filler}",
     NEVER_LOADED: "the load of request {filler} was never made",
     LEFT: "it was freed while the request's attention window still had these positions",
+    ABSENT: "its block table has no block for them, though its attention window has these positions",
 }
 """Why the KV of a block is not valid."""
 
@@ -278,6 +280,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
         "a hit on blocks that were filled before the journal began",
         "a request that hits a block and is preempted before it runs",
         "a block that was freed after the window of the request had left it",
+        "null blocks below the window of the first step, which a hit or a load skipped",
         "rejected drafts in a request whose window has room for them",
     ),
 )
@@ -288,8 +291,8 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     later one. Each position must have been computed or loaded by the life that fills its block, in an earlier
     step or in this one, from KV that was valid itself. Violated when it was not: the output of the request is
     wrong from this step on, and so is the KV that it computes, which later requests may hit. A hit that is
-    not valid is settled as unattained, not as local. In a group with windows, the blocks of the window must
-    still be in the table.
+    not valid is settled as unattained, not as local. In a group with windows, the table must have the blocks
+    of the window of each step.
     """
     subject = entry.subject
     assert isinstance(subject, ReadInvalid)

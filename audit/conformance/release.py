@@ -25,7 +25,7 @@ def _class(path: str) -> Any:
 
 
 def _scheduler_has(method: str, parameter: str = "") -> bool:
-    function = getattr(_class("v1.core.sched.scheduler:Scheduler"), method, None)
+    function = getattr(_class(_SCHEDULER), method, None)
     return function is not None and (not parameter or parameter in inspect.signature(function).parameters)
 
 
@@ -45,11 +45,17 @@ def _may_defer() -> bool:
     return "None" in returned or "Optional" in returned
 
 
+def _loads_several_tables() -> bool:
+    end_of_load = getattr(_class(_SCHEDULER), "_update_waiting_for_remote_kv", None)
+    return end_of_load is not None and "block_ids" not in end_of_load.__code__.co_varnames
+
+
 def _splitting_groups() -> Any:
     coordinator: Any = _class("v1.core.kv_cache_coordinator:HybridKVCacheCoordinator")
     return coordinator.verify_and_split_kv_cache_groups.__code__
 
 
+_SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 _ASYNC = "v1.core.sched.async_scheduler:AsyncScheduler"
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 
@@ -88,6 +94,10 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "hybrid connector": (
         "a connector can't have a hybrid pool",
         lambda: _class(f"{_BASE}:SupportsHMA") is not object,
+    ),
+    "hybrid load": (
+        "an asynchronous load can't fill a hybrid pool",
+        _loads_several_tables,
     ),
     "replayed window": (
         "no bounded replay of sliding windows",

@@ -37,7 +37,7 @@ from ..journal.reader import Position
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.pool_contents import PoolContents
-from ..ledger.blocks.records import Freed, LifeLacks, Pool
+from ..ledger.blocks.records import Absent, LifeLacks, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
 from ..ledger.kv_comparison import KVComparison
@@ -90,7 +90,7 @@ STRUCTS: tuple[type, ...] = (
     RemovedRange,
     Pool,
     LifeLacks,
-    Freed,
+    Absent,
     RequestLabels,
     Position,
     Change,

@@ -112,10 +112,6 @@ class Expected:
     def _of_reads(self, auditor: Any) -> Iterable[tuple[str, str]]:
         if any(account.resumed_early for account in self.oracle.accounts.values()):
             return  # no invariant covers it
-        windows = {"sliding", "chunked"}.intersection(self.history.setup.get("groups", ()))
-        whole = any(account.whole_load for account in self.oracle.accounts.values())
-        if windows and whole and has("whole-load-below-its-window"):
-            return  # the same
         # In these releases a window moves by drafts of a step whose output the device does not have yet.
         moved = "drafts" in self.history.setup and has("window-moved-by-rejected-drafts")
         reads = [v for v in auditor.violations if v.id == "blocks/read-invalid"]

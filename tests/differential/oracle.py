@@ -50,8 +50,6 @@ class OracleAccount(Account):
     """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
-    whole_load: bool = False
-    """Whether a load brought the whole sequence, so that the engine computes its last token again."""
     load_failures: int = 0
     failed_lives: set[int] = field(default_factory=set)
     """The numbers of the lives in which one failed."""
@@ -326,8 +324,6 @@ class Oracle:
         account = self.accounts[fact.request_id]
         if follows("uncounted waits"):
             self._received(account)
-        if account.life is not None and fact.after < account.life.local + account.life.external:
-            account.whole_load = True
         if account.life is not None and fact.after > account.life.local + account.life.external:
             account.faults.add("load-rounded-up")
 

@@ -14,6 +14,7 @@ _SCENARIOS = {
     "full-hit-token-missing": """
         external_async_async external_async_consumer external_async_sync full_external_hit
         resumed_beside_a_finished_load_async resumed_beside_a_finished_load_sync
+        whole_prompt_is_loaded_chunks whole_prompt_is_loaded_sliding
     """,
     "replay-missing": """
         replayed_window_async replayed_window_sync
@@ -22,6 +23,7 @@ _SCENARIOS = {
         crowd_async crowd_async_consumer crowd_async_external crowd_async_speculative crowd_external
         crowd_hybrid crowd_sync double_allocation_after_preemption_two_groups
         external_preempted_async external_preempted_sync load_failure_recomputed_in_chunks_async
+        load_failure_in_a_window_sync
         load_failure_recomputed_in_chunks_sync load_failure_sync_async load_failure_sync_sync
         load_failure_then_reset local_hit_fails_async local_hit_fails_sync
         preempted_in_prefill_async preempted_in_prefill_sync reset_running_async
@@ -69,6 +71,7 @@ _SCENARIOS = {
         load_failure_async_partial_sync load_failure_async_policy_fail_async
         load_failure_async_policy_fail_sync load_failure_async_total_async
         load_failure_async_total_sync load_failure_of_a_shared_block_async
+        load_failure_in_a_window_loads_async load_failure_in_a_window_sync
         load_failure_recomputed_in_chunks_async load_failure_recomputed_in_chunks_sync
         load_failure_sync_async load_failure_sync_before_next_output_async
         load_failure_sync_policy_fail_async load_failure_sync_policy_fail_sync

@@ -38,6 +38,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_sync_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
     "load_failure_sync_before_next_output_async": {FAILED_LOAD_COUNTED, PLACEHOLDER_LEAK, WITHOUT_TOKEN},
     "load_failure_of_a_shared_block_async": {PLACEHOLDER_LEAK, WITHOUT_TOKEN},
+    "load_failure_in_a_window_loads_async": {FAILED_LOAD_COUNTED},
+    "load_failure_in_a_window_sync": {FAILED_LOAD_COUNTED},
     "load_failure_recomputed_in_chunks_sync": {FAILED_LOAD_COUNTED},
     "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
     "load_failure_read_by_a_neighbour": {FAILED_LOAD_COUNTED},  # at level blocks: see ``OF_BLOCKS``
@@ -58,7 +60,13 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
 }
 
 
-OF_BLOCKS = {"load_failure_read_by_a_neighbour": {("blocks/read-invalid", "b")}}
+OF_BLOCKS = {
+    "load_failure_in_a_window_loads_async": {("blocks/read-invalid", "r")},
+    "load_failure_in_a_window_sync": {("blocks/read-invalid", "r")},
+    "load_failure_read_by_a_neighbour": {("blocks/read-invalid", "b")},
+    "whole_prompt_is_loaded_chunks": {("blocks/read-invalid", "s")},
+    "whole_prompt_is_loaded_sliding": {("blocks/read-invalid", "r")},
+}
 """What only level ``blocks`` finds in a scenario."""
 
 

@@ -98,6 +98,17 @@ def drafts_rejected_at_the_window(attach: Attach = id, *, groups: Any = HYBRID, 
     return driver
 
 
+@workload("hybrid load", sliding={"groups": HYBRID}, chunks={"groups": ("full", "chunked")})
+def whole_prompt_is_loaded(attach: Attach = id, **setup: Any) -> Driver:
+    """The last token of a prompt that was loaded as a whole begins a window one token lower than the next."""
+    driver = start(attach, connector="scripted", blocks=160, sliding_window=32, **setup)
+    for name, prompt in (("r", 63), ("s", 64)):
+        driver.connector.answer_lookups(name, (prompt, True))
+        driver.add(name, prompt, 3)
+        driver.run()
+    return driver
+
+
 def _one_after_another(attach: Attach, setup: dict[str, Any], *requests: dict[str, Any]) -> Driver:
     """Requests with the same first 64 tokens."""
     driver = start(attach, **setup)

@@ -172,6 +172,13 @@ def load_failure_async_partial(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 4, True)
 
 
+@workload("failed load", sync={}, loads_async={"asynchronous_load": True})
+def load_failure_in_a_window(attach: Attach = id, asynchronous_load: bool = False, **setup: Any) -> Driver:
+    """Block 8 fails, and the load of ten blocks filled the last two only: the others lie below the window."""
+    driver = start(attach, connector="scripted", groups=("sliding",), sliding_window=32, **setup)
+    return _fail_load(driver, 8, asynchronous_load)
+
+
 @workload("failed load", **BOTH)
 def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 0, True)

@@ -26,7 +26,7 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
     }
     whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
     rows = zip(*(iter(event.windows),) * 3, strict=True)
-    windows = {group: Window(tokens, bool(in_chunks)) for group, tokens, in_chunks in rows}
+    windows = {group: Window(tokens, bool(in_chunks)) for group, tokens, in_chunks in rows if group in groups}
     pool = holdings.pools.get(event.pool)
     if pool is not None and pool.blocks == event.blocks:
         _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)

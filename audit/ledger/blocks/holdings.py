@@ -19,8 +19,8 @@ from .records import (
     PIN,
     TABLE,
     UNKNOWN,
+    Absent,
     Block,
-    Freed,
     Holder,
     LifeLacks,
     Operation,
@@ -63,10 +63,10 @@ class Holdings:
         """By request, until its admission: how many blocks it hit of each pool and group."""
         self.exposed: dict[tuple[int, int, int], None] = {}
         """Hits on blocks that have lost KV since: request, pool, block. Each further step reads them."""
-        self.leaving: list[tuple[int, int, int, int, Freed]] = []
-        """What left a window in a step that was not posted yet: step, request, pool, group, and the block."""
-        self.left: dict[int, dict[tuple[int, int], Freed]] = {}
-        """What has left the window of a request's life: by request, and by pool and group."""
+        self.leaving: list[tuple[int, int, int, int, Absent]] = []
+        """What tables lost or never had by a step that was not posted: step, request, pool, group, and it."""
+        self.left: dict[int, dict[tuple[int, int], Absent]] = {}
+        """Where the tables of a request's life begin: by request, and by pool and group."""
         self.begun: dict[int, tuple[int, int]] = {}
         """By request: first position and number of its lowest step whose window is not judged yet."""
         self.newly_cached: list[tuple[int, int, int, int]] = []

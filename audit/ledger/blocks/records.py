@@ -132,8 +132,13 @@ class Window(msgspec.Struct, frozen=True, gc=False):
         return max(0, position - self.tokens + 1)
 
 
-class Freed(msgspec.Struct, gc=False):
-    """What left a window: the end of the last block that was freed from the table of a life."""
+class Absent(msgspec.Struct, gc=False):
+    """Where the table of a life begins in a group with windows.
+
+    ``end``: the end of the positions below it. Negative until the life's first step is posted: how far it is
+    below the end of the slots that this step fills. ``block``: the last block that left the table; the null
+    block where the admission left it absent.
+    """
 
     life: int
     end: int

@@ -1,20 +1,22 @@
-"""The law of reads for groups with windows: no block leaves a table before the window has left the block.
+"""The law of reads for groups with windows: the table has the blocks of the window of each step.
 
-A token reads the positions of its window, so a request's table may lose a block when no later step begins so
-low that its window has positions of the block. A step's first position is known when the step is posted. It
-is known only later where the engine schedules a step before the drafts of the last one are rejected: the step
-begins as many positions lower. A step is judged when its request runs on, because an engine may also trim the
-table of a request that has just ended.
+A token reads the positions of its window. A table begins above the positions for which an admission put the
+null block, and it loses a block when the window has left the block. No step may begin so low that its window
+has positions below the table. A step's first position is known when the step is posted. It is known only
+later where the engine schedules a step before the drafts of the last one are rejected: the step begins as
+many positions lower. A step is judged when its request runs on, because an engine may also trim the table of
+a request that has just ended.
 """
 
 from __future__ import annotations
 
 from ... import events as ev
 from ... import pool_calls
+from ...causes import REPLAY
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
-from .provenance import LEFT, lacks_of
-from .records import TABLE, Block, Freed, Holder, Pool
+from .provenance import ABSENT, LEFT, lacks_of
+from .records import TABLE, Absent, Block, Holder, Pool
 
 OF_WHOLE_TABLES = ("free", "free_blocks")
 """Calls of the engine that free the whole table of a request: its life ends."""
@@ -35,7 +37,7 @@ def freed(
     twice = any(other.request == holder.request for other in record.holders)
     windowed = holder.kind == TABLE and holder.group in pool.windows and not twice
     if windowed and record.begin >= 0 and event.by not in OF_WHOLE_TABLES:
-        left = Freed(holder.life, record.room_end, block)
+        left = Absent(holder.life, record.room_end, block)
         holdings.leaving.append((event.step, holder.request, event.pool, holder.group, left))
 
 
@@ -43,6 +45,8 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
     """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
     if isinstance(event, ev.Stepped | ev.Repeated):
         _steps_posted(holdings, step, isinstance(event, ev.Repeated), scheduled)
+    elif isinstance(event, ev.Admitted):
+        _admitted(holdings, event)
     elif isinstance(event, ev.Delivered | ev.DeliveredWhole):
         for request in holdings.left:
             account = holdings.accounts.get(request)
@@ -52,6 +56,35 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
         account = holdings.accounts.get(event.request)
         if account is not None:
             _begins(holdings, event.request, account.computed, step + 1)
+
+
+def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
+    """A life begins: note where its tables begin in groups with windows.
+
+    Its hits end with the local tokens. Its own blocks end with the load, or with the slots of its first step.
+    """
+    account = holdings.accounts.get(event.request)
+    if account is None or account.life is None:
+        return
+    life, lacks = account.life, holdings.lives.get(event.request)
+    filled = set(lacks.blocks) if lacks is not None else set()
+    for number, pool in holdings.pools.items():
+        for group in pool.windows:
+            in_table = [
+                (pool_no, block) in filled
+                for pool_no, block in holdings.held.get(event.request, ())
+                if pool_no == number
+                for holder in pool.records[block].holders
+                if (holder.kind, holder.request, holder.group) == (TABLE, event.request, group)
+            ]
+            size, own = pool.groups[group][0], sum(in_table)
+            hits = len(in_table) - own
+            end = -own * size
+            if hits or life.asynchronous:
+                known = life.local if hits else life.local + max(0, life.external)
+                end = (-(-known // size) - (hits or own)) * size
+            absent = Absent(life.number, end, pool.null_block)
+            holdings.leaving.append((event.step, event.request, number, group, absent))
 
 
 def _begins(holdings: Holdings, request: int, start: int, step: int) -> None:
@@ -74,15 +107,23 @@ def _steps_posted(holdings: Holdings, step: int, repeated: bool, scheduled: Sche
         if of_step > step or (account is not None and scheduled(request) is None):
             holdings.leaving.append(row)
         elif account is not None and account.life is not None and account.life.number == left.life:
+            tokens, drafts = scheduled(request) or (0, 0)
+            computed = account.sampled if drafts else tokens
+            start = account.in_flight[-1].start if account.in_flight else account.computed - computed
+            admitted = left.block == holdings.pools[pool].null_block
+            if admitted and account.life.rolled_back.get(REPLAY):
+                continue  # the step computes the window anew, from its first position on
+            if admitted and left.end < 0:
+                size = holdings.pools[pool].groups[group][0]
+                left.end += -(-(start + tokens) // size) * size
             of_request = holdings.left.setdefault(request, {})
             of_request[pool, group] = max(
                 left, of_request.get((pool, group), left), key=lambda each: each.end
             )
-            tokens, drafts = scheduled(request) or (0, 0)
-            computed = account.sampled if drafts else tokens
-            start = account.in_flight[-1].start if account.in_flight else account.computed - computed
             if repeated and step > of_step:
                 _judge(holdings, request, (pool, group), start - (step - of_step) * computed, of_step)
+            elif admitted:
+                _judge(holdings, request, (pool, group), start, step)
             else:
                 _begins(holdings, request, start, step)
 
@@ -94,9 +135,11 @@ def _judge(holdings: Holdings, request: int, place: tuple[int, int], start: int,
         return
     low = pool.windows[place[1]].first_read(start)
     if low < left.end:
-        story, whose = holdings.story(place[0], left.block), account.request_id
+        absent = left.block == pool.null_block
+        story = [] if absent else holdings.story(place[0], left.block)
+        why, whose = ABSENT if absent else LEFT, account.request_id
         tokens = left.end - low
-        subject = ReadInvalid(place[0], [left.block], tokens, low, left.end, whose, LEFT, story, step)
+        subject = ReadInvalid(place[0], [left.block], tokens, low, left.end, whose, why, story, step)
         holdings.report(subject, request)
         lacks_of(holdings, request, left.life).tainted_from = start
         del holdings.left[request][place]

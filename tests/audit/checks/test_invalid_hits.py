@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.audit.checks.watched import Watched, manager
+from tests.audit.checks.watched import Watched, manager, pool, table
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Driver
 from tests.scenarios.registry import HYBRID
@@ -326,6 +326,79 @@ def test_a_block_that_is_freed_before_the_window_has_left_it_is_named(
 
     assert ("r", tokens, start) == (finding.request, finding.figures["tokens"], finding.figures["start"])
     assert "it was freed while the request's attention window still had these positions" in finding.message
+
+
+@violates("blocks/read-invalid")
+@pytest.mark.parametrize("kind, prompt, tokens, start", [("sliding", 63, 1, 31), ("chunked", 64, 32, 32)])
+def test_the_last_token_after_a_load_of_the_whole_prompt_reads_below_its_table(
+    watched, kind, prompt, tokens, start
+):
+    """0.18 to 0.33: the load skips what the token after the prompt does not read, and the last one does."""
+    driver = watched.start(connector="scripted", groups=("full", kind), sliding_window=32, blocks=160)
+    driver.connector.answer_lookups("r", (prompt, True))
+    driver.add("r", prompt, 3)
+    driver.run()
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("r", tokens, start) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+    assert "its block table has no block for them" in finding.message
+
+
+@near_miss("blocks/read-invalid")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("prompt", range(80, 97))
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_a_load_may_skip_what_no_token_reads(watched, kind, prompt, asynchronous):
+    driver = watched.start(connector="scripted", groups=("full", kind), sliding_window=32, blocks=160)
+    driver.connector.answer_lookups("r", (prompt - 1, asynchronous))
+    driver.add("r", prompt, 3)
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+@violates("blocks/read-invalid")
+@pytest.mark.parametrize("scenario", ["sync", "loads_async"])
+def test_a_step_after_a_failed_load_that_begins_below_the_table_is_named(watched, scenario):
+    SCENARIOS[f"load_failure_in_a_window_{scenario}"](watched.attach)
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("r", 31, 97) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+
+
+def with_a_hit_beside_an_evicted_block(watched: Watched, evicted: int) -> Driver:
+    """Of 64 cached tokens whose last 31 the next token reads, block ``evicted`` left the cache."""
+    driver = watched.start(groups=("full", "sliding"), sliding_window=32, blocks=160)
+    driver.add("a", 70, 2)
+    driver.step()
+    block = table(driver, "a", 1)[evicted].block_id
+    driver.run()
+    pool(driver).evict_blocks({block})
+    driver.add("b", 90, 3, shares=("a", 64))
+    return driver
+
+
+@violates("blocks/read-invalid")
+def test_a_hit_with_fewer_blocks_than_its_window_is_named(watched, monkeypatch):
+    driver = with_a_hit_beside_an_evicted_block(watched, 2)
+    needed = "_contiguous_blocks_for_hit"
+    monkeypatch.setattr(type(manager(driver, 1)), needed, classmethod(lambda *_, **__: 1))
+    driver.run()
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("b", 15, 33) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+
+
+@near_miss("blocks/read-invalid")
+@pytest.mark.parametrize("evicted", [1, 2])
+def test_a_hit_needs_the_blocks_of_its_window_only(watched, evicted):
+    driver = with_a_hit_beside_an_evicted_block(watched, evicted)
+    driver.run()
+
+    assert [] == watched.violation_ids()
 
 
 @violates("blocks/read-invalid")
