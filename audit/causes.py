@@ -104,6 +104,25 @@ FIRST_TOKEN = {
 }
 """What a request did or waited for before its first output. Each microsecond has one cause."""
 
+QUEUED_NEXT_STEP = "queued_next_step"
+QUEUED_BUDGET = "queued_budget"
+QUEUED_RUNNING_LIMIT = "queued_running_limit"
+QUEUED_BLOCKS = "queued_blocks"
+QUEUED_PREEMPTION = "queued_preemption"
+QUEUED_PAUSED = "queued_paused"
+QUEUED_UNKNOWN = "queued_unknown"
+
+QUEUE = {
+    QUEUED_NEXT_STEP: "waited for the first step after the arrival or after a pause",
+    QUEUED_BUDGET: "left waiting by steps that had spent their token budget",
+    QUEUED_RUNNING_LIMIT: "left waiting while as many requests ran as may",
+    QUEUED_BLOCKS: "left waiting by steps that were refused blocks for a waiting request",
+    QUEUED_PREEMPTION: "left waiting by steps that preempted a request, which admit none",
+    QUEUED_PAUSED: "left waiting while the engine was paused",
+    QUEUED_UNKNOWN: "left waiting, the cause was not recorded",
+}
+"""What ended the admissions of the steps that left a request waiting before its first admission."""
+
 DECODE = "decode"
 DECODE_PREEMPTED = "decode_preempted"
 DECODE_LOAD_FAILED = "decode_load_failed"

@@ -260,6 +260,17 @@ class LookupsCounted(Event, frozen=True, array_like=True, tag=9):
     failed_hits: int = 0
 
 
+class LeftWaiting(Event, frozen=True, array_like=True, tag=46):
+    """A step left requests waiting. ``cause``: what ended its admissions, of ``causes.QUEUE``.
+
+    Emitted if the cause is another than before or a request has come since the step before. So the cause
+    holds for all steps until the next event of this kind, and for all requests that came before the event.
+    Also emitted when the engine is paused, and when the pause ends.
+    """
+
+    cause: str
+
+
 # --- external tokens ------------------------------------------------------------------------------
 
 
@@ -976,6 +987,7 @@ EmittedEvent = (
     | AdmissionFailed
     | Admitted
     | LookupsCounted
+    | LeftWaiting
     | LoadPlanned
     | LoadFinished
     | LoadFailed

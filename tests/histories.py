@@ -18,6 +18,7 @@ The words of ``histories.md``, and what is added here (marked +):
 ``P`` ``p``     preempted, the output in flight is delivered or dropped; + ``:reset`` names the cause
 ``F``           finished or aborted; + ``-<n>``: the last n accepted tokens lie beyond the stop;
                 + ``:aborted`` names the reason
+``W:<cause>`` + a step leaves requests waiting, by the cause's name after ``queued_``
 ``C<n>`` +      the step's load plan covers n of the promised tokens
 ``S`` +         a session's chunk stops; ``-<n>`` as for ``F``
 ``X<n>`` +      a session's next chunk of n tokens comes
@@ -43,6 +44,7 @@ from kvledger.audit.events import (
     Event,
     Extended,
     Finished,
+    LeftWaiting,
     LoadFailed,
     LoadFinished,
     LoadPlanned,
@@ -82,6 +84,7 @@ _GRAMMAR = (
     ("P", re.compile(r"P()()(?::(\w+))?")),
     ("p", re.compile(r"p()()(?::(\w+))?")),
     ("F", re.compile(r"F(?:-(\d+))?()(?::(\w+))?")),
+    ("W", re.compile(r"W()()(?::(\w+))?")),
     ("S", re.compile(r"S(?:-(\d+))?()()")),
     ("X", re.compile(r"X(\d+)()()")),
 )
@@ -313,6 +316,9 @@ class Engine:
     def fail_admission(self, request: int, reason: str, local: int, external: int) -> None:
         step = self.step + 1
         self.events.append(AdmissionFailed(self._at(), request, step, reason, local, external, 1))
+
+    def leave_waiting(self, cause: str) -> None:
+        self.events.append(LeftWaiting(self._at(), cause))
 
     def admit(self, request: int, local: int, external: int, asynchronous: bool) -> None:
         one = self.requests[request]
@@ -597,6 +603,8 @@ def _play(engine: Engine, request: int, word: Word, rest: Sequence[Word]) -> Non
             engine.admit(request, number, external, asynchronous)
         case "L":
             _load(engine, engine.requests[request], word.first, later_delivered=word.mark == "!")
+        case "W":
+            engine.leave_waiting(f"queued_{word.mark}")
         case "C":
             engine.plan_load(request, number)
         case "R":

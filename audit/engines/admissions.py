@@ -18,6 +18,7 @@ from .engine_counts import EngineCounts
 from .observer import Observer
 from .prompt_reports import PromptReports
 from .prompt_sample import PromptSample, prompt_sample
+from .queue_watch import QueueWatch
 
 UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)
@@ -62,6 +63,8 @@ class Admissions:
         """Reads the engine's own counts of a request."""
         self._reports = reports
         """Reads the prompt figures that the engine reports."""
+        self.queue = QueueWatch(observer, counts)
+        """Finds out why requests are left waiting."""
         self.attempts: dict[str, Attempt] = {}
         """This step's attempts, by request id."""
         self.failed: dict[str, ev.AdmissionFailed] = {}
@@ -108,6 +111,7 @@ class Admissions:
             self._promises = {}
         nobody_waits = len(scheduler.requests) == len(scheduler.running)
         self._statistics = None if nobody_waits else self._read_statistics()
+        self.queue.step_begins(nobody_waits)
         if observer.pools is not None:
             observer.pools.begin_step(nobody_waits)
 
@@ -119,6 +123,7 @@ class Admissions:
         attempt = self.attempts.get(request_id)
         if attempt is None:
             self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)
+            self.queue.looked_up()
         else:  # a second lookup in the step, after the connector's answer
             attempt.looked_up = attempt.local = tokens
 
@@ -128,6 +133,7 @@ class Admissions:
         if attempt is None:
             attempt = Attempt(request, request.num_prompt_tokens, -1, 0)
             self.attempts[request.request_id] = attempt
+            self.queue.looked_up()
         return attempt
 
     def local_hit_used(self, _: None, __: None, request: Any, num_hits: int) -> None:

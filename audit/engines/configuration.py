@@ -40,6 +40,7 @@ def configuration_of(
         "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
         "engine_index": engine_index(config.parallel_config),
         "census_steps": census_steps,
+        "queue_causes": True,
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
         "workers": int(getattr(config.parallel_config, "world_size", 1)),
         "engine_key": engine_key(config),

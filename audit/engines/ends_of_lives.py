@@ -86,6 +86,7 @@ class Lives:
         """Emit ``Preempted``. ``delivered``: the output in flight still counts."""
         self._track(request, before[0])
         log, step = self._log, self._observer.step
+        self._admissions.queue.preempted_in = step
         log.emit(
             ev.Preempted(
                 at=log.now(),

@@ -41,11 +41,14 @@ class EngineCounts:
         return request.status.name in READY
 
     def paused(self, scheduler: Any) -> bool:
-        """Whether steps may leave out ready requests: the engine is paused (since 0.14), or it waits for the
-        inputs that another engine encodes."""
+        """Whether the engine is paused (since 0.14)."""
         state = getattr(scheduler, "_pause_state", None)
-        is_paused = state is not None and state.name != "UNPAUSED"
-        return is_paused or getattr(scheduler, "ec_connector", None) is not None
+        return state is not None and state.name != "UNPAUSED"
+
+    def passes_over(self, scheduler: Any) -> bool:
+        """Whether steps may leave out ready requests: the engine is paused, or it waits for the inputs that
+        another engine encodes."""
+        return self.paused(scheduler) or getattr(scheduler, "ec_connector", None) is not None
 
     def waiting(self, scheduler: Any) -> list[Any]:
         """The queues of waiting requests. An open request is in one of them, or runs."""

@@ -65,6 +65,13 @@ V1: tuple[Hook, ...] = (
         "lives.session_extends",
         "lives.session_extended",
     ),
+    Hook(
+        "",
+        "set_pause_state",
+        (("pause_state",),),
+        after="admissions.queue.pause_changed",
+        optional=True,  # since 0.14
+    ),
     Hook("", "shutdown", ((),), before="shutting_down"),
     Hook(
         "kv_cache_manager",

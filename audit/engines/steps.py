@@ -70,6 +70,7 @@ class Steps:
         if request_id in log.ids or self._scheduler.requests.get(request_id) is not request:
             return
         self._reports.expect(request)
+        self._admissions.queue.arrived = True
         resumable, headers = getattr(request, "resumable", False), getattr(request, "trace_headers", None)
         if resumable:
             self.expect_sessions()
@@ -116,6 +117,8 @@ class Steps:
             admissions.admit(tokens)
         if admissions.planned:
             admissions.emit_planned()
+        if admissions.queue.waiting:
+            admissions.queue.step_ended(total)
         if tokens:
             log.undelivered += 1
             if unchanged:
@@ -125,7 +128,7 @@ class Steps:
                 step = observer.step
                 if drafts or not same or not log.scheduled_singly(step, tokens, total, requests):
                     log.scheduled(step, tokens, drafts, requests, request_ids)
-        elif not (log.undelivered or self._counts.paused(self._scheduler)):
+        elif not (log.undelivered or self._counts.passes_over(self._scheduler)):
             observer.idle_calls += 1
         if pools is not None:
             pools.admitted(output)

@@ -72,6 +72,14 @@ class V1Observer(Observer):
         super().start(boundary)
         self.admissions.started()
 
+    def stop(self, reason: str) -> None:
+        self.admissions.queue.unwrap()
+        super().stop(reason)
+
+    def begin_segment(self) -> None:
+        super().begin_segment()
+        self.admissions.queue.begin_segment()
+
     def watch_worker(self, connector: Any = None) -> None:
         """Observe the connector's worker side too, where it runs in this process and has no journal."""
         connector = connector or worker_in_this_process(self.scheduler.vllm_config)

@@ -28,6 +28,12 @@ FIRST_TOKEN = Counter(
     "Time from the arrival of requests in the scheduler to their first output, by cause.",
     "cause",
 )
+QUEUE = Counter(
+    "kvledger_queued_seconds",
+    "First tokens",
+    "The part `queued` of that time, by what ended the admissions of the steps that left requests waiting.",
+    "cause",
+)
 OUTPUT_TIME = Counter(
     "kvledger_later_token_seconds",
     "Later tokens",
@@ -253,6 +259,7 @@ FIGURES: tuple[Figure, ...] = (
         per="first_tokens",
     ),
     *_by_cause_of_time("first_token", "first_token_microseconds", FIRST_TOKEN, causes.FIRST_TOKEN),
+    *_by_cause_of_time("queued", "queued_microseconds", QUEUE, causes.QUEUE),
     # the time from the first output to the last; its parts sum to it
     Figure(
         "later_tokens",

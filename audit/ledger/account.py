@@ -64,6 +64,7 @@ class Account:
         "priority",
         "promised",
         "prompt_tokens",
+        "queued",
         "rejected",
         "remote_decode",
         "remote_request",
@@ -89,6 +90,7 @@ class Account:
         "transferred",
         "unknown",
         "voided",
+        "waited_by_cause",
     )
 
     def __init__(self, request: int, request_id: str, prompt_tokens: int, at: int) -> None:
@@ -186,6 +188,10 @@ class Account:
         self.first_token: tuple[int, ...] | None = None
         """Microseconds to the first output, by cause (``first_token.py``); of a session, of its first turn.
         None: there was no output, or the request is for a pooling model."""
+        self.waited_by_cause: tuple[int, ...] | None = None
+        """Microseconds to the first admission, by cause (``queue_clock.py``); None: there was none."""
+        self.queued: tuple[int, ...] | None = None
+        """The same of a request with a first output, whose time it is a part of."""
         self.plan: tuple[int, int] | None = None
         """Planned split: local and external hits of the first admission that ran."""
         self.reported: tuple[int, int, int] | None = None
@@ -288,6 +294,7 @@ class Account:
             remote_decode=self.remote_decode,
             remote_request=self.remote_request,
             first_token=_named(causes.FIRST_TOKEN, self.first_token),
+            queued=_named(causes.QUEUE, self.queued),
             output_time=_named(causes.OUTPUT_TIME, self.output_time),
             later_tokens=self.later_tokens,
         )

@@ -16,8 +16,10 @@ from .statements import Line, Settlement
 from .unchanged_steps import activate, open_accounts
 
 
-def open_account(state: LedgerState, request: int, request_id: str, prompt_tokens: int) -> Account:
-    """Open an account; a request that has one already ended unseen."""
+def open_account(
+    state: LedgerState, request: int, request_id: str, prompt_tokens: int, *, seen: bool = True
+) -> Account:
+    """Open an account; a request that has one already ended unseen. ``seen``: its arrival is an event."""
     if request in state.living:
         close_unseen(state, request)
     account = Account(request, request_id, prompt_tokens, state.at)
@@ -26,6 +28,7 @@ def open_account(state: LedgerState, request: int, request_id: str, prompt_token
     if state.lost_track is not None:
         make_unknown(account, state.lost_track)
     state.living[request] = account
+    state.queue.begin(request, state.at, seen=seen)
     return account
 
 
@@ -65,6 +68,7 @@ def account_of(state: LedgerState, request: int) -> Account:
 def close_account(state: LedgerState, request: int, account: Account) -> None:
     """Take an account out of the open ones and add it to the sums."""
     state.living.pop(request, None)
+    state.queue.waiting.pop(request, None)
     state.transfers.closed(request)
     if state.counted is None or state.counted(account):
         state.sums.ended.add(account)
@@ -91,6 +95,8 @@ def begin_life(state: LedgerState, account: Account, local: int, external: int) 
     """Begin a life with its local and external hits."""
     life = Life(len(account.lives) + 1, local, external, asynchronous=False)
     life.began_at, life.began_step = state.at, state.step
+    if not account.lives:
+        account.waited_by_cause = state.queue.end(account.request, state.at - account.added_at, state.at)
     account.life = life
     account.stale_drafts = 0
     account.lives.append(life)

@@ -28,6 +28,7 @@ def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
         state.prefix_caching = event.configuration.get("prefix_caching") is not False
         beside = event.configuration.get("sampled_beside_drafts")
         state.sampled_beside_drafts = 0 if beside == 0 else 1  # 0: diffusion
+        state.queue.recorded = bool(event.configuration.get("queue_causes"))
     enter(state, event)
 
 
@@ -80,6 +81,7 @@ def forget(state: LedgerState, reason: str) -> None:
     state.finished_transfers = {}
     state.lost_track = reason
     state.lookups_unsure = True
+    state.queue.set(causes.QUEUED_UNKNOWN, state.at)
     state.blocks.forget()
     state.transfers.forget()
 
@@ -119,7 +121,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
         state.blocks.identify(row.request, row.isolation)
         account = state.living.get(row.request)
         if account is None:
-            account = open_account(state, row.request, row.request_id, row.prompt_tokens)
+            account = open_account(state, row.request, row.request_id, row.prompt_tokens, seen=False)
             account.transferred, account.labels = row.transferred, row.labels
             account.remote_decode, account.remote_request = row.remote_decode, row.remote_request
             if row.labels is not None:
@@ -154,6 +156,11 @@ def _take_counts(state: LedgerState, account: Account, row: ev.SnapshotRow) -> N
     account.settled = account.settled or row.sequence_tokens > account.prompt_tokens
 
 
+def _left_waiting(state: LedgerState, event: ev.LeftWaiting) -> None:
+    state.queue.set(event.cause, state.at)
+    enter(state, event)
+
+
 def _note(state: LedgerState, event: ev.Event) -> None:
     """Only enter the event, for the checks."""
     request = getattr(event, "request", None)
@@ -168,6 +175,7 @@ OBSERVATION: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.EngineRaised: _engine_raised,
     ev.Census: _census,
     ev.Snapshot: _snapshot,
+    ev.LeftWaiting: _left_waiting,
     ev.CacheReset: _note,
     ev.LookupKept: _note,
     ev.Tracked: _note,

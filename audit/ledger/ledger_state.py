@@ -14,6 +14,7 @@ from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
 from .entries import Entry
+from .queue_clock import QueueClock
 from .sketch_state import SketchState
 from .sums import LedgerSums
 from .transfer_fingerprint_state import CustodyState
@@ -100,6 +101,8 @@ class LedgerState:
         self.cut_drafts = 0
         """Accepted draft tokens of the last output that lay beyond a stop."""
 
+        self.queue = QueueClock()
+        """Why requests wait for their first admission."""
         self.expected_local = [0, 0, 0]
         """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
         self.expected_external = [0, 0, 0]

@@ -85,6 +85,8 @@ class AccountStatement(msgspec.Struct, frozen=True):
     remote_request: str = ""
     first_token: dict[str, int] | None = None
     """Microseconds to the first output, by cause."""
+    queued: dict[str, int] | None = None
+    """The part of it before the first admission, by cause."""
     output_time: dict[str, int] | None = None
     """Microseconds from the first output to the last, by cause."""
     later_tokens: int = 0

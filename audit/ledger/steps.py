@@ -187,6 +187,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
             if not account.settled:
                 if account.first_token is None and not account.pooling:
                     account.first_token = first_token(account, state.at)
+                    account.queued = account.waited_by_cause
                 settle_if_attained(state, account)
             if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
                 newly_steady.append(account)

@@ -46,6 +46,7 @@ from ..ledger.kv_stream import KVEvent
 from ..ledger.ledger import Ledger
 from ..ledger.life import InFlight, Life
 from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
+from ..ledger.queue_clock import QueueClock
 from ..ledger.sketch_state import SketchState
 from ..ledger.statements import Line, RemovedRange, Settlement
 from ..ledger.transfer_fingerprint_state import CustodyState
@@ -68,6 +69,7 @@ OBJECTS: tuple[type, ...] = (
     ContentState,
     CustodyState,
     SketchState,
+    QueueClock,
     WorkerJournals,
     Promise,
     Account,
@@ -120,6 +122,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ContentState: frozenset(),
     CustodyState: frozenset(),
     SketchState: frozenset(),
+    QueueClock: frozenset(),
     RecordedEvents: frozenset(
         {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
     ),
@@ -209,6 +212,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     ContentState: ContentState,
     CustodyState: CustodyState,
     SketchState: SketchState,
+    QueueClock: QueueClock,
     WorkerJournals: lambda: WorkerJournals(Path()),
     RecordedEvents: lambda: RecordedEvents(Path()),
     KVComparison: KVComparison,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ...audit.causes import FIRST_TOKEN
+from ...audit.causes import FIRST_TOKEN, QUEUED
 from .terminal import counted, listed
 
 
@@ -31,6 +31,16 @@ class FirstTokens(msgspec.Struct, frozen=True):
         """``Time to first token: 34.5 ms, 20.0 ms queued and 14.5 ms prefill.``"""
         many = f" of {counted(self.requests, 'request')}, mean" if self.requests > 1 else ""
         return f"Time to first token{many}: {_total_and_parts(self.means())}"
+
+
+def queued_sentence(microseconds: Mapping[str, int], requests: int = 1) -> str:
+    """``Queued: 20.0 ms, 15.0 ms budget and 5.0 ms next step.``
+
+    ``microseconds``: by cause of :data:`~kvledger.audit.causes.QUEUE`.
+    """
+    prefix = f"{QUEUED}_"
+    by_cause = {cause.removeprefix(prefix): spent for cause, spent in microseconds.items()}
+    return f"Queued{', mean' if requests > 1 else ''}: {_total_and_parts(_means(by_cause, requests))}"
 
 
 def later_tokens_sentence(microseconds: Mapping[str, int], tokens: int) -> str:

@@ -17,7 +17,7 @@ from ...audit.ledger.statements import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
 from . import audit_text, terminal
 from .audit_data import finding
-from .first_token import FirstTokens, later_tokens_sentence
+from .first_token import FirstTokens, later_tokens_sentence, queued_sentence
 
 FOLD = 3
 """The least number of consecutive repeated entries that become one line."""
@@ -58,6 +58,8 @@ def _answer(request: RequestStatement) -> Iterator[Text]:
     yield Text(f"Opened {request.when(account.added_at)}, {closed}{outcome}, {lives}, {preemptions}.")
     if account.first_token is not None:
         yield Text(FirstTokens(account.first_token).sentence())
+    if account.queued is not None and any(account.queued.values()):
+        yield Text(queued_sentence(account.queued))
     if account.output_time is not None and account.later_tokens:
         yield Text(later_tokens_sentence(account.output_time, account.later_tokens))
     if account.unknown is not None:

@@ -6,7 +6,7 @@ The sums are queries over the rows of requests (:mod:`kvledger.exporters.facts`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from ...audit.causes import FIRST_TOKEN, OUTPUT_TIME
+from ...audit.causes import FIRST_TOKEN, OUTPUT_TIME, QUEUE
 from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
@@ -24,7 +24,7 @@ from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport
-from .first_token import FirstTokens, later_tokens_sentence
+from .first_token import FirstTokens, later_tokens_sentence, queued_sentence
 from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 if TYPE_CHECKING:
@@ -186,15 +186,20 @@ def _percentiles(row: SummaryRow) -> list[float | None]:
     return [value for found in row.percentiles.values() for value in found.values()]
 
 
+def _spent(row: SummaryRow, names: Iterable[str]) -> dict[str, int]:
+    """Microseconds by cause."""
+    return {cause: getattr(row, f"{cause}_microseconds") for cause in names}
+
+
 def _answer(row: SummaryRow) -> Iterator[Text]:
     requests, preemptions = counted(row.requests, "request"), counted(row.preemptions, "preemption")
     yield Text(f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting.")
     if row.first_tokens:
-        spent = {cause: getattr(row, f"{cause}_microseconds") for cause in FIRST_TOKEN}
-        yield Text(FirstTokens(spent, row.first_tokens).sentence())
+        yield Text(FirstTokens(_spent(row, FIRST_TOKEN), row.first_tokens).sentence())
+    if row.queued_microseconds:
+        yield Text(queued_sentence(_spent(row, QUEUE), row.first_tokens))
     if row.later_tokens:
-        spent = {cause: getattr(row, f"{cause}_microseconds") for cause in OUTPUT_TIME}
-        yield Text(later_tokens_sentence(spent, row.later_tokens))
+        yield Text(later_tokens_sentence(_spent(row, OUTPUT_TIME), row.later_tokens))
     if row.prompt_tokens:
         hits = [
             part_of(tokens, row.prompt_tokens, name)

@@ -17,6 +17,7 @@ from kvledger.exporters.reports.costs import (
     model_text,
     shown_seconds,
 )
+from kvledger.exporters.reports.first_token import queued_sentence
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,12 @@ from kvledger.exporters.reports.costs import (
 )
 def test_seconds_have_a_unit_and_no_exponent(seconds: float | None, shown: str) -> None:
     assert shown == shown_seconds(seconds)
+
+
+def test_the_time_in_the_queue_is_printed_by_cause_longest_first() -> None:
+    spent = {"queued_next_step": 10_000, "queued_budget": 30_000, "queued_blocks": 0}
+    assert "Queued: 40.0 ms, 30.0 ms budget and 10.0 ms next step." == queued_sentence(spent)
+    assert "Queued, mean: 20.0 ms, 15.0 ms budget and 5.0 ms next step." == queued_sentence(spent, 2)
 
 
 def test_delays_of_first_tokens_and_waits_for_loads_have_a_unit() -> None:

@@ -1,0 +1,60 @@
+"""Why requests waited for their first admission: one clock for all of them.
+
+The clock adds up the time of each cause for which steps left requests waiting. A request's part is the
+difference of two readings, so it costs the same however long the queue is.
+"""
+
+from __future__ import annotations
+
+from .. import causes
+
+_PLACE = {cause: place for place, cause in enumerate(causes.QUEUE)}
+_NEXT_STEP, _UNKNOWN = _PLACE[causes.QUEUED_NEXT_STEP], _PLACE[causes.QUEUED_UNKNOWN]
+
+
+class QueueClock:
+    """Microseconds since the journal's beginning by cause, in the order of ``causes.QUEUE``."""
+
+    def __init__(self) -> None:
+        self.recorded = False
+        """Whether the observer records what ended the admissions of steps."""
+        self.cause = causes.QUEUED_UNKNOWN
+        """The cause that holds now."""
+        self.since = 0
+        """Since when it holds."""
+        self.spent = [0] * len(_PLACE)
+        """The time of each cause until then."""
+        self.waiting: dict[int, tuple[int, ...] | None] = {}
+        """By request without an admission: the reading of the clock when a step first left it waiting; None
+        if none has."""
+
+    def _read(self, at: int) -> list[int]:
+        reading = list(self.spent)
+        reading[_PLACE.get(self.cause, _UNKNOWN)] += at - self.since
+        return reading
+
+    def begin(self, request: int, at: int, *, seen: bool) -> None:
+        """The request waits. ``seen``: its arrival is an event; else a step may have left it waiting."""
+        missed = not seen or self.cause == causes.QUEUED_PAUSED
+        self.waiting[request] = tuple(self._read(at)) if missed else None
+
+    def set(self, cause: str, at: int) -> None:
+        """A step left requests waiting for this cause."""
+        self.spent, self.cause, self.since = self._read(at), cause, at
+        reading = tuple(self.spent)
+        for request in reversed(self.waiting):
+            if self.waiting[request] is not None:
+                break
+            self.waiting[request] = reading
+
+    def end(self, request: int, waited: int, at: int) -> tuple[int, ...]:
+        """The parts of the time that the request waited: it is admitted, or it ends."""
+        began = self.waiting.pop(request, None)
+        parts = [0] * len(_PLACE)
+        if not self.recorded:
+            parts[_UNKNOWN] = waited
+            return tuple(parts)
+        if began is not None:
+            parts = [now - then for now, then in zip(self._read(at), began, strict=True)]
+        parts[_NEXT_STEP] += waited - sum(parts)
+        return tuple(parts)
