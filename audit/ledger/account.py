@@ -182,11 +182,11 @@ class Account:
         self.settlements: list[Settlement] = []
         """One settlement for the prompt, or for each chunk of a session."""
         self.output_time: tuple[int, ...] | None = None
-        """Microseconds from the first output to the last, by cause (``output_time.py``); None: not known."""
+        """Microseconds from the first output to the last, by cause (``token_times.py``); None: not known."""
         self.later_tokens = 0
         """Output tokens after the first one, which came in that time."""
         self.first_token: tuple[int, ...] | None = None
-        """Microseconds to the first output, by cause (``first_token.py``); of a session, of its first turn.
+        """Microseconds to the first output, by cause (``token_times.py``); of a session, of its first turn.
         None: there was no output, or the request is for a pooling model."""
         self.waited_by_cause: tuple[int, ...] | None = None
         """Microseconds to the first admission, by cause (``queue_clock.py``); None: there was none."""

@@ -35,8 +35,8 @@ from .executed_tokens import execute_before_hit
 from .ledger_state import LedgerState
 from .life import Life
 from .load_postings import cancel_in_flight, load_before_hit, lose_external
-from .output_time import output_time
 from .position_ranges import LOCAL
+from .token_times import output_time
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:

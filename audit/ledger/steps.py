@@ -25,10 +25,10 @@ from .accounts import (
 from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
 from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
 from .executed_tokens import execute, execute_invalid
-from .first_token import first_token
 from .ledger_state import LedgerState
 from .life import InFlight, Life
 from .load_postings import resolve
+from .token_times import first_token
 from .unchanged_steps import activate, is_steady, make_steady
 
 
