@@ -104,6 +104,15 @@ FIRST_TOKEN = {
 }
 """What a request did or waited for before its first output. Each microsecond has one cause."""
 
+PREFILL_OWN = "prefill_own"
+PREFILL_OTHERS = "prefill_others"
+
+PREFILL_PARTS = {
+    PREFILL_OWN: "the request's share of steps, by the tokens that it has in each",
+    PREFILL_OTHERS: "the share of other requests, and steps without the request",
+}
+"""What the cause ``prefill`` consists of. A share by tokens is no measurement."""
+
 QUEUED_NEXT_STEP = "queued_next_step"
 QUEUED_BUDGET = "queued_budget"
 QUEUED_RUNNING_LIMIT = "queued_running_limit"
@@ -137,6 +146,12 @@ OUTPUT_TIME = {
     DECODE_AGAIN: "in a later life, from its first step until its first output",
 }
 """What a request did or waited for between its first output and its last."""
+
+DECODE_OWN = "decode_own"
+DECODE_OTHERS = "decode_others"
+
+DECODE_PARTS = dict(zip((DECODE_OWN, DECODE_OTHERS), PREFILL_PARTS.values(), strict=True))
+"""What the cause ``decode`` consists of."""
 
 # --- how requests end ---------------------------------------------------------------------------
 

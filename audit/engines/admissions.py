@@ -115,6 +115,10 @@ class Admissions:
         if observer.pools is not None:
             observer.pools.begin_step(nobody_waits)
 
+    def pause_changed(self, *_: Any, **__: Any) -> None:
+        """``set_pause_state`` returned. Emits ``LeftWaiting``."""
+        self.queue.pause_changed()
+
     def looked_up(self, _: None, result: Any, request: Any, *__: Any, **___: Any) -> None:
         """``get_computed_blocks`` returned the local hit. Emits ``LookedUp`` with the admission."""
         tokens, request_id, pools = result[1], request.request_id, self._observer.pools

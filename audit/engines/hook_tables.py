@@ -69,7 +69,7 @@ V1: tuple[Hook, ...] = (
         "",
         "set_pause_state",
         (("pause_state",),),
-        after="admissions.queue.pause_changed",
+        after="admissions.pause_changed",
         optional=True,  # since 0.14
     ),
     Hook("", "shutdown", ((),), before="shutting_down"),

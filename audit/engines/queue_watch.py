@@ -98,8 +98,8 @@ class QueueWatch:
             return causes.QUEUED_RUNNING_LIMIT
         return causes.QUEUED_BLOCKS if self._refused else causes.QUEUED_UNKNOWN
 
-    def pause_changed(self, *_: Any) -> None:
-        """``set_pause_state`` returned."""
+    def pause_changed(self) -> None:
+        """The engine was paused, or goes on."""
         paused = self._counts.paused(self._scheduler)
         self._emit(causes.QUEUED_PAUSED if paused else causes.QUEUED_NEXT_STEP)
 

@@ -34,11 +34,23 @@ QUEUE = Counter(
     "The part `queued` of that time, by what ended the admissions of the steps that left requests waiting.",
     "cause",
 )
+PREFILL_PARTS = Counter(
+    "kvledger_prefill_seconds",
+    "First tokens",
+    "The part `prefill` of that time, by whose tokens the steps had: a share by tokens, no measurement.",
+    "share",
+)
 OUTPUT_TIME = Counter(
     "kvledger_later_token_seconds",
     "Later tokens",
     "Time from the first output of requests to their last, by cause.",
     "cause",
+)
+DECODE_PARTS = Counter(
+    "kvledger_decode_seconds",
+    "Later tokens",
+    "The part `decode` of that time, by whose tokens the steps had: a share by tokens, no measurement.",
+    "share",
 )
 WORK = Counter("kvledger_work_tokens", "Work", "Scheduled tokens by outcome.", "kind")
 
@@ -260,6 +272,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     *_by_cause_of_time("first_token", "first_token_microseconds", FIRST_TOKEN, causes.FIRST_TOKEN),
     *_by_cause_of_time("queued", "queued_microseconds", QUEUE, causes.QUEUE),
+    *_by_cause_of_time("prefill_parts", "prefill_microseconds", PREFILL_PARTS, causes.PREFILL_PARTS),
     # the time from the first output to the last; its parts sum to it
     Figure(
         "later_tokens",
@@ -279,6 +292,7 @@ FIGURES: tuple[Figure, ...] = (
         per="later_tokens",
     ),
     *_by_cause_of_time("output_time", "later_tokens_microseconds", OUTPUT_TIME, causes.OUTPUT_TIME),
+    *_by_cause_of_time("decode_parts", "decode_microseconds", DECODE_PARTS, causes.DECODE_PARTS),
     # what the connector promised
     Figure(
         "promised",

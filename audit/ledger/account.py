@@ -29,6 +29,7 @@ class Account:
         "carried",
         "closed_at",
         "computed",
+        "decode_parts",
         "discarded",
         "drafted",
         "executed_again",
@@ -61,6 +62,7 @@ class Account:
         "pooling",
         "positions",
         "preemptions",
+        "prefill_parts",
         "priority",
         "promised",
         "prompt_tokens",
@@ -181,6 +183,10 @@ class Account:
         """Whether the first output came before every token of the present prompt or chunk had valid KV."""
         self.settlements: list[Settlement] = []
         """One settlement for the prompt, or for each chunk of a session."""
+        self.prefill_parts: tuple[int, int] | None = None
+        """Microseconds of the cause ``prefill``: the request's own share of its steps, and the rest."""
+        self.decode_parts: tuple[int, int] | None = None
+        """The same of the cause ``decode``."""
         self.output_time: tuple[int, ...] | None = None
         """Microseconds from the first output to the last, by cause (``token_times.py``); None: not known."""
         self.later_tokens = 0

@@ -75,6 +75,7 @@ def forget(state: LedgerState, reason: str) -> None:
         account.in_flight.clear()
         account.in_flight_tokens = 0
     state.last_step = {}
+    state.step_clock.change(state.at, 0)
     state.undelivered.clear()
     state.output_order = []
     state.delayed_frees = {}

@@ -16,6 +16,7 @@ from .content_state import ContentState
 from .entries import Entry
 from .queue_clock import QueueClock
 from .sketch_state import SketchState
+from .step_clock import StepClock
 from .sums import LedgerSums
 from .transfer_fingerprint_state import CustodyState
 from .transfers import WorkerTransfers
@@ -68,6 +69,8 @@ class LedgerState:
 
         self.last_step: dict[int, ScheduledRow] = {}
         """What the last step scheduled, by request number, without the steady accounts."""
+        self.step_clock = StepClock()
+        """How the requests of a step share its time."""
         self.undelivered: deque[dict[int, ScheduledRow]] = deque()
         """What each step scheduled whose output has not come yet, oldest first."""
         self.scheduled_steps = 0

@@ -53,6 +53,8 @@ class Life:
         "missing_blocks",
         "number",
         "output_at",
+        "own",
+        "own_at_output",
         "pending_end",
         "pending_start",
         "queried_external",
@@ -62,6 +64,8 @@ class Life:
         "rejected",
         "rolled_back",
         "scheduled",
+        "shared_to",
+        "step_tokens",
         "voided",
         "voids",
     )
@@ -107,6 +111,14 @@ class Life:
         """Time of the first such step; -1: there was none."""
         self.output_at = -1
         """Time of the first output that brought a token; -1: there was none."""
+        self.own = 0.0
+        """Microseconds of its share of steps (``step_clock.py``), up to ``shared_to``."""
+        self.own_at_output = 0.0
+        """The same at the first output that brought a token."""
+        self.step_tokens = 0
+        """Its tokens in the present step."""
+        self.shared_to = 0.0
+        """The reading of the step clock up to which ``own`` is added."""
         self.delivered = False
         """Whether the output of such a step has come."""
         self.began_at = 0

@@ -36,7 +36,8 @@ from .ledger_state import LedgerState
 from .life import Life
 from .load_postings import cancel_in_flight, load_before_hit, lose_external
 from .position_ranges import LOCAL
-from .token_times import output_time
+from .step_clock import decode_parts, share
+from .token_times import DECODE_PLACE, output_time
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
@@ -239,6 +240,7 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         enter_subjects(state, state.blocks.life_ends(account, life, cause), state.step)
     life.discarded = account.computed
     life.ended_at, life.ended_by = state.at, cause
+    share(life, state.step_clock.read(state.at), 0)
     if account.computed:
         add_tokens(account.discarded, cause, account.computed)
         account.losses.add(0, delivered_end(account, account.computed), cause)
@@ -320,6 +322,9 @@ def _time_output(state: LedgerState, account: Account, output_tokens: int) -> No
     if account.first_token is not None and not account.resumable:
         since = account.added_at + sum(account.first_token)
         account.output_time = output_time(account, since, state.at)
+        if account.life is not None:
+            share(account.life, state.step_clock.read(state.at), 0)
+        account.decode_parts = decode_parts(account, account.output_time[DECODE_PLACE])
         account.later_tokens = output_tokens - 1
 
 

@@ -28,7 +28,8 @@ from .executed_tokens import execute, execute_invalid
 from .ledger_state import LedgerState
 from .life import InFlight, Life
 from .load_postings import resolve
-from .token_times import first_token
+from .step_clock import prefill_parts, share
+from .token_times import PREFILL_PLACE, first_token
 from .unchanged_steps import activate, is_steady, make_steady
 
 
@@ -44,12 +45,16 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
             (changed[i], (account_of(state, changed[i]), changed[i + 1], changed[i + 2]))
             for i in range(0, len(changed), 4)
         ]
+        if not state.last_step and not state.steady:  # every request of the step is listed
+            dropped = list(state.living)
         scheduled = dict(state.last_step)
         for request in dropped:
             scheduled.pop(request, None)
         scheduled.update(rows)
         state.last_step = scheduled
     _schedule(state)
+    if changed or dropped:
+        _share_step(state, changed, dropped)
     for i in range(0, len(changed), 4):
         account = state.living[changed[i]]
         if account.unknown is None:
@@ -59,6 +64,17 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
                 _subtract_stale_drafts(account)
             elif account.computed == computed > account.sequence_tokens + changed[i + 2]:
                 _compare_sequence(state, account, changed[i + 2])
+
+
+def _share_step(state: LedgerState, changed: list[int], dropped: list[int]) -> None:
+    """A step with other tokens begins."""
+    tokens = sum(row[1] for row in state.last_step.values()) + len(state.steady)
+    reading = state.step_clock.change(state.at, tokens)
+    rows = dict.fromkeys(dropped, 0) | dict(zip(changed[::4], changed[1::4], strict=True))
+    for request, own in rows.items():
+        account = state.living.get(request)
+        if account is not None and account.life is not None:
+            share(account.life, reading, own)
 
 
 def _compare_sequence(state: LedgerState, account: Account, drafts: int) -> None:
@@ -95,6 +111,8 @@ def _schedule(state: LedgerState) -> None:
         if not life.ran:
             life.ran = True
             life.ran_at = state.at
+            if not life.asynchronous:
+                life.own = float(state.at - life.began_at)
             if account.plan is None:
                 account.plan = (life.local, life.external)
             before_output = not (account.settled or account.incomplete)
@@ -181,6 +199,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if sampled > 0 and accepted:
             if life.output_at < 0:
                 life.output_at = state.at
+                share(life, state.step_clock.read(state.at), life.step_tokens)
+                life.own_at_output = life.own
             if life.number > 1:
                 _compare_position(state, account, flight)
             account.sequence_tokens += sampled
@@ -188,6 +208,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 if account.first_token is None and not account.pooling:
                     account.first_token = first_token(account, state.at)
                     account.queued = account.waited_by_cause
+                    account.prefill_parts = prefill_parts(account, account.first_token[PREFILL_PLACE])
                 settle_if_attained(state, account)
             if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
                 newly_steady.append(account)

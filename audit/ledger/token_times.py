@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from .. import causes
 from .account import Account
 
+PREFILL_PLACE = list(causes.FIRST_TOKEN).index(causes.PREFILL)
+DECODE_PLACE = list(causes.OUTPUT_TIME).index(causes.DECODE)
+
 _PREEMPTED = causes.PREEMPTED, causes.DECODE_PREEMPTED
 _LOAD_FAILED = causes.LOAD_FAILED, causes.DECODE_LOAD_FAILED
 

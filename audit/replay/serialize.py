@@ -49,6 +49,7 @@ from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
 from ..ledger.queue_clock import QueueClock
 from ..ledger.sketch_state import SketchState
 from ..ledger.statements import Line, RemovedRange, Settlement
+from ..ledger.step_clock import StepClock
 from ..ledger.transfer_fingerprint_state import CustodyState
 from ..ledger.transfers import Promise, WorkerTransfers
 from .engine_audit import EngineAudit
@@ -70,6 +71,7 @@ OBJECTS: tuple[type, ...] = (
     CustodyState,
     SketchState,
     QueueClock,
+    StepClock,
     WorkerJournals,
     Promise,
     Account,
@@ -123,6 +125,7 @@ REBUILT: dict[type, frozenset[str]] = {
     CustodyState: frozenset(),
     SketchState: frozenset(),
     QueueClock: frozenset(),
+    StepClock: frozenset(),
     RecordedEvents: frozenset(
         {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
     ),
@@ -213,6 +216,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     CustodyState: CustodyState,
     SketchState: SketchState,
     QueueClock: QueueClock,
+    StepClock: StepClock,
     WorkerJournals: lambda: WorkerJournals(Path()),
     RecordedEvents: lambda: RecordedEvents(Path()),
     KVComparison: KVComparison,
