@@ -340,7 +340,8 @@ ALERTS: tuple[Alert, ...] = (
         "Before their first token, requests of {{ $labels.engine }} spend {{ $value | humanizeDuration }}"
         " on average: {{ $labels.cause }}",
         "`kvledger incident JOURNALS` names what changed; `kvledger summary JOURNALS --since 1h` has the "
-        "time to first token by cause. `queued`: the engine has more requests than it admits. "
+        "time to first token by cause. `queued`: the engine has more requests than it admits, and "
+        "`kvledger_queued_seconds_total` says what ended the admissions. "
         "`preempted` and `prefill_again`: it has too few blocks. `remote_load` and `load_failed`: the "
         "connector's store is slow or fails. `ready`: loads end sooner than steps have room.",
     ),

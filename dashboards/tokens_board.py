@@ -541,6 +541,56 @@ REQUESTS = PanelRow(
             width=12,
             stack="normal",
         ),
+        Panel(
+            "Time to first token",
+            "Time of a request from its arrival in the scheduler to its first output. vLLM's "
+            "`vllm:time_to_first_token_seconds` has the same buckets and also the front end's share.",
+            "timeseries",
+            _quantiles("kvledger_time_to_first_token_seconds"),
+            unit="s",
+            width=6,
+        ),
+        Panel(
+            "Time to first token, p95 of each cause",
+            "The time of one cause in a request that has any of it. The causes are of different requests, so "
+            "they don't sum to the p95 of the whole.",
+            "timeseries",
+            (
+                Query(
+                    "histogram_quantile(0.95, sum by (le, cause) "
+                    "(rate(kvledger_time_to_first_token_cause_seconds_bucket{@engine}[$__rate_interval]))) "
+                    ">= 0",
+                    "{{cause}}",
+                ),
+            ),
+            unit="s",
+            width=6,
+        ),
+        Panel(
+            "Why requests are queued",
+            "Mean time from the arrival to the first admission, by what ended the admissions of the steps "
+            "that left the request waiting.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (cause) (rate(kvledger_queued_seconds_total{@engine}[$__rate_interval])) / "
+                    "ignoring (cause) group_left () "
+                    "sum(rate(kvledger_first_token_requests_total{@engine}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+            unit="s",
+            width=6,
+            stack="normal",
+        ),
+        Panel(
+            "Time per output token",
+            "Time of a request from its first output to its last, divided by its output tokens after the first.",
+            "timeseries",
+            _quantiles("kvledger_time_per_output_token_seconds"),
+            unit="s",
+            width=6,
+        ),
     ),
 )
 

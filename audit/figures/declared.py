@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
-from .figure import MICROSECONDS, Counter, Figure, Item, Settled, Slot
+from .figure import MICROSECONDS, Counter, Figure, Histogram, Item, Settled, Slot
 
 OTHER = "other"
 """Stands for a cause that this release does not know."""
@@ -27,6 +27,37 @@ FIRST_TOKEN = Counter(
     "First tokens",
     "Time from the arrival of requests in the scheduler to their first output, by cause.",
     "cause",
+)
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""The bounds of ``vllm:time_to_first_token_seconds``, so that the two can be compared."""
+
+OUTPUT_TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""The bounds of ``vllm:request_time_per_output_token_seconds``."""
+
+FIRST_TOKENS = Histogram(
+    "kvledger_time_to_first_token_seconds",
+    "First tokens",
+    "Time from a request's arrival in the scheduler to its first output.",
+    FIRST_TOKEN_SECONDS,
+)
+FIRST_TOKEN_CAUSES = Histogram(
+    "kvledger_time_to_first_token_cause_seconds",
+    "First tokens",
+    "The part of that time with one cause, of the requests that have any.",
+    FIRST_TOKEN_SECONDS,
+    "cause",
+)
+OUTPUT_TOKENS = Histogram(
+    "kvledger_time_per_output_token_seconds",
+    "Later tokens",
+    "Time from a request's first output to its last, divided by the output tokens after the first.",
+    OUTPUT_TOKEN_SECONDS,
 )
 QUEUE = Counter(
     "kvledger_queued_seconds",
@@ -86,7 +117,11 @@ def _output_time(account: Account) -> int | None:
 
 
 def _by_cause_of_time(
-    slot: str, whole: str, counter: Counter, words: Mapping[str, str]
+    slot: str,
+    whole: str,
+    counter: Counter,
+    words: Mapping[str, str],
+    histogram: Histogram | None = None,
 ) -> tuple[Figure, ...]:
     """The parts of a time, each with one cause, as the account has them in ``slot``."""
     return tuple(
@@ -97,6 +132,7 @@ def _by_cause_of_time(
             MICROSECONDS,
             part_of=whole,
             counters=(counter,),
+            histogram=histogram,
         )
         for place, (cause, text) in enumerate(words.items())
     )
@@ -269,8 +305,11 @@ FIGURES: tuple[Figure, ...] = (
         _first_token,
         MICROSECONDS,
         per="first_tokens",
+        histogram=FIRST_TOKENS,
     ),
-    *_by_cause_of_time("first_token", "first_token_microseconds", FIRST_TOKEN, causes.FIRST_TOKEN),
+    *_by_cause_of_time(
+        "first_token", "first_token_microseconds", FIRST_TOKEN, causes.FIRST_TOKEN, FIRST_TOKEN_CAUSES
+    ),
     *_by_cause_of_time("queued", "queued_microseconds", QUEUE, causes.QUEUE),
     *_by_cause_of_time("prefill_parts", "prefill_microseconds", PREFILL_PARTS, causes.PREFILL_PARTS),
     # the time from the first output to the last; its parts sum to it
@@ -290,6 +329,7 @@ FIGURES: tuple[Figure, ...] = (
         _output_time,
         MICROSECONDS,
         per="later_tokens",
+        histogram=OUTPUT_TOKENS,
     ),
     *_by_cause_of_time("output_time", "later_tokens_microseconds", OUTPUT_TIME, causes.OUTPUT_TIME),
     *_by_cause_of_time("decode_parts", "decode_microseconds", DECODE_PARTS, causes.DECODE_PARTS),

@@ -37,13 +37,27 @@ class Counter(NamedTuple):
     by_cause: bool = False
 
 
+class Histogram(NamedTuple):
+    """A histogram of the metric table over the requests of one figure or several, in seconds.
+
+    ``bounds``: the upper bounds of its buckets, without infinity. With a ``label`` it has a series for each
+    figure, of the requests for which the figure is not 0.
+    """
+
+    name: str
+    group: str
+    help: str
+    bounds: tuple[float, ...]
+    label: str = ""
+
+
 class Figure(NamedTuple):
     """One figure of a request, in ``unit``.
 
     ``causes``: the words of a figure that is counted by cause. ``part_of``: the figure that this one is a
     part of; ``diff`` shows it as a share of that. ``per``: the figure by which a mean divides it.
     ``of_unknown``: also counted for requests whose account is unknown. ``counters``: where the metric table
-    shows it.
+    shows it. ``histogram``: where it shows the figure by request, divided by the figure ``per``.
     """
 
     name: str
@@ -55,6 +69,7 @@ class Figure(NamedTuple):
     per: str = ""
     of_unknown: bool = False
     counters: tuple[Counter, ...] = ()
+    histogram: Histogram | None = None
     sql: str = ""
     """How SQL finds the sum over rows of ``requests``, for a figure that counts requests and is no column of
     them; "": the sum of its column."""

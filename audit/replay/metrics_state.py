@@ -17,6 +17,7 @@ from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
 from ..client_ids import has_random_suffix
+from ..figures.declared import BY_NAME, FIGURES
 from ..figures.sums import Sums, added
 from ..figures.totals import Totals
 from ..ledger.account import Account
@@ -94,6 +95,10 @@ class ViolationCount(Sums):
         self.request_id, self.trace_id = more.request_id, more.trace_id
 
 
+def _no_spreads() -> dict[str, Distribution]:
+    return {figure.name: Distribution.over(figure.histogram.bounds) for figure in FIGURES if figure.histogram}
+
+
 def _no_lookups() -> dict[str, LookupCounts]:
     return {"local": LookupCounts(), "external": LookupCounts()}
 
@@ -161,6 +166,8 @@ class MetricsState(Sums):
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
     preempted: Distribution = msgspec.field(default_factory=lambda: Distribution.over(TIMES))
     remote_wait: Distribution = msgspec.field(default_factory=lambda: Distribution.over(WAIT_SECONDS))
+    spreads: dict[str, Distribution] = msgspec.field(default_factory=_no_spreads)
+    """The histograms that figures declare, by figure."""
     blocks: BlockStates = msgspec.field(default_factory=BlockStates)
     """The pools' blocks, if the level is ``blocks``."""
     labels: dict[str, dict[str, Totals]] = {}
@@ -382,6 +389,11 @@ class MetricsState(Sums):
         waited = remote_wait(account)
         if waited is not None:
             self._observe(self.remote_wait, waited / 1e6, account)
+        for name, spread in self.spreads.items():
+            figure = BY_NAME[name]
+            value, per = figure.read(account), BY_NAME[figure.per].read(account) if figure.per else 1
+            if per and (value if figure.part_of else value is not None):
+                self._observe(spread, value / per / 1e6, account)
 
     def _observe(self, spread: Distribution, value: float, account: Account) -> None:
         at_seconds = self.seconds(account.closed_at)
@@ -406,6 +418,7 @@ _ADDED = (
     "rework_share",
     "preempted",
     "remote_wait",
+    "spreads",
     "block_lifetime",
     "block_idle",
     "block_reuse",

@@ -14,7 +14,7 @@ from ...audit.analysis.usage import FIGURES as FIGURES_OF_CALLS
 from ...audit.analysis.usage import VERDICTS as VERDICTS_OF_CALLS
 from ...audit.checks.registry import catalogue
 from ...audit.figures.declared import FIGURES, OTHER
-from ...audit.figures.figure import MICROSECONDS, Counter, Figure
+from ...audit.figures.figure import MICROSECONDS, Counter, Figure, Histogram
 from ...audit.hooks import TIMED_STEPS
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
@@ -76,13 +76,42 @@ IDS = tuple(catalogue())
 
 
 def of_figures(group: str) -> tuple[Metric, ...]:
-    """The counters that the figures of a request declare for a group of this page."""
-    found: dict[Counter, list[Figure]] = {}
+    """The counters and histograms that the figures of a request declare for a group of this page."""
+    counters: dict[Counter, list[Figure]] = {}
+    histograms: dict[Histogram, list[Figure]] = {}
     for figure in FIGURES:
         for counter in figure.counters:
             if counter.group == group:
-                found.setdefault(counter, []).append(figure)
-    return tuple(_of_figures(counter, figures) for counter, figures in found.items())
+                counters.setdefault(counter, []).append(figure)
+        if figure.histogram is not None and figure.histogram.group == group:
+            histograms.setdefault(figure.histogram, []).append(figure)
+    return (
+        *(_of_figures(counter, figures) for counter, figures in counters.items()),
+        *(_by_request(histogram, figures) for histogram, figures in histograms.items()),
+    )
+
+
+def _words(figures: Sequence[Figure]) -> tuple[str, ...]:
+    """The names of figures as values of a label."""
+    return tuple(figure.name.removesuffix(f"_{MICROSECONDS}") for figure in figures)
+
+
+def _by_request(histogram: Histogram, figures: Sequence[Figure]) -> Metric:
+    """One histogram: of one figure, or of several that a label tells apart."""
+    words = _words(figures) if histogram.label else ()
+    series = [(word,) for word in words] or [()]
+    reader = read.spreads({labels: figure.name for labels, figure in zip(series, figures, strict=True)})
+    labels = (*ENGINE, histogram.label) if histogram.label else ENGINE
+    return Metric(
+        histogram.name,
+        "seconds",
+        "histogram",
+        histogram.help,
+        labels,
+        reader,
+        {histogram.label: words} if words else {},
+        histogram.bounds,
+    )
 
 
 def _of_figures(counter: Counter, figures: Sequence[Figure]) -> Metric:
@@ -98,7 +127,7 @@ def _of_figures(counter: Counter, figures: Sequence[Figure]) -> Metric:
         words = (*figures[0].causes, OTHER)
         reader = read.values(words, lambda engine_audit: getattr(engine_audit.closed, names[0]))
     elif counter.label:
-        words = tuple(name.removesuffix(f"_{MICROSECONDS}") for name in names)
+        words = _words(figures)
         reader = read.values(
             words,
             lambda engine_audit: {

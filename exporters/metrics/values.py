@@ -99,6 +99,15 @@ def values(
     )
 
 
+def spreads(figures: Mapping[tuple[str, ...], str]) -> MetricReader:
+    """The histograms of figures, by the labels of their series."""
+    return engines(
+        lambda engine_audit: [
+            (labels, engine_audit.metrics.spreads[figure]) for labels, figure in figures.items()
+        ]
+    )
+
+
 def bounded(words: tuple[str, ...], counts: Mapping[str, int]) -> dict[str, int]:
     """Restrict ``counts`` to these words; the counts of all other words are summed as ``other``."""
     table = dict.fromkeys(words, 0)

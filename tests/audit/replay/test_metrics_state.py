@@ -12,6 +12,7 @@ from tests import journals
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import EngineStarted, Event, Gap, LookupsCounted, RequestAdded
+from kvledger.audit.figures.declared import BY_NAME, FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS
 from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.metrics_state import MetricsState
@@ -78,6 +79,46 @@ def test_the_wait_for_remote_kv_ends_when_the_load_finishes() -> None:
 @pytest.mark.parametrize("words", ["A0+160 s40 o+ F", "A160+0 s40 o+ F"])
 def test_a_synchronous_load_or_no_load_is_no_wait(words: str) -> None:
     assert 0 == metrics_after(*events(200, words)).remote_wait.observed
+
+
+def test_the_times_of_a_request_are_in_the_histograms_that_figures_declare() -> None:
+    """The events of a history are 10 microseconds apart: 20 until the admission, 20 until the first output,
+    and 50 for two further tokens."""
+    spreads = metrics_after(*events(32, "A0+0 s32 o+ s1 o+ s1 o+ F")).spreads
+
+    assert (1, 40) == (
+        spreads["first_token_microseconds"].observed,
+        spreads["first_token_microseconds"].millionths,
+    )
+    assert {"queued_microseconds": 20, "prefill_microseconds": 20} == {
+        name: spread.millionths
+        for name, spread in spreads.items()
+        if BY_NAME[name].part_of and spread.observed
+    }
+    assert (1, 25) == (
+        spreads["later_tokens_microseconds"].observed,
+        spreads["later_tokens_microseconds"].millionths,
+    )
+
+
+def test_a_request_with_one_output_has_no_time_per_output_token() -> None:
+    spreads = metrics_after(*events(32, "A0+0 s32 o+ F")).spreads
+
+    assert 1 == spreads["first_token_microseconds"].observed
+    assert 0 == spreads["later_tokens_microseconds"].observed
+
+
+def test_a_request_without_output_is_in_no_histogram_of_times() -> None:
+    assert not any(
+        spread.observed for spread in metrics_after(*events(32, "A0+0 s16 o F:aborted")).spreads.values()
+    )
+
+
+def test_the_buckets_are_those_of_vllm() -> None:
+    buckets = pytest.importorskip("vllm.v1.metrics.buckets")
+
+    assert FIRST_TOKEN_SECONDS == buckets.TIME_TO_FIRST_TOKEN_BUCKETS
+    assert OUTPUT_TOKEN_SECONDS == buckets.INTER_TOKEN_LATENCY_BUCKETS
 
 
 def test_an_unknown_request_is_in_no_distribution() -> None:

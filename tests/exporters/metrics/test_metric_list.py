@@ -88,14 +88,14 @@ def started(*stream: Event) -> FollowedAudit:
 
 
 def labelled(audits: list[FollowedAudit], name: str, *labels: str) -> dict[tuple[str, ...], float]:
-    """The samples of one metric by the values of these labels."""
+    """The samples of one metric by the values of these labels; of a histogram the counts."""
     family = {metric.exposed: metric for metric in METRICS}[name]
     assert set(labels) <= set(family.labels)
     return {
         tuple(sample.labels[label] for label in labels): sample.value
         for family in scraped(audits).collect()
         for sample in family.samples
-        if sample.name == name
+        if sample.name == (f"{name}_count" if family.type == "histogram" else name)
     }
 
 
