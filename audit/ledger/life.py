@@ -111,13 +111,13 @@ class Life:
         """Time of the first such step; -1: there was none."""
         self.output_at = -1
         """Time of the first output that brought a token; -1: there was none."""
-        self.own = 0.0
-        """Microseconds of its share of steps (``step_clock.py``), up to ``shared_to``."""
-        self.own_at_output = 0.0
+        self.own = 0
+        """The time of its share of steps, in the unit of the step clock, up to ``shared_to``."""
+        self.own_at_output = 0
         """The same at the first output that brought a token."""
         self.step_tokens = 0
         """Its tokens in the present step."""
-        self.shared_to = 0.0
+        self.shared_to = 0
         """The reading of the step clock up to which ``own`` is added."""
         self.delivered = False
         """Whether the output of such a step has come."""

@@ -1,8 +1,10 @@
 """How the requests of a step share its time: by the tokens that each has in the step.
 
-A step lasts until the next one is scheduled. Steps with the same tokens follow each other unrecorded, and the
-shares in them are equal, so only the time from one change to the next is needed. The clock adds up the time of
-one token. A request's share is the difference of two readings, times its tokens.
+A step lasts until the next one is scheduled. Steps with the same tokens follow each other unrecorded, and
+the shares in them are equal, so only the time from one change to the next is needed. The clock adds up the
+time of one token. A request's share is the difference of two readings, times its tokens.
+
+Readings are whole numbers, so that a difference does not depend on where a replay began.
 """
 
 from __future__ import annotations
@@ -10,41 +12,54 @@ from __future__ import annotations
 from .account import Account
 from .life import Life
 
+UNIT = 20
+"""A reading of 1 is 2 to the power of -20 microseconds."""
+
+_MODULUS = (1 << 63) - 1
+"""Readings begin again at 2 to the power of 63, so that a checkpoint can hold them."""
+
 
 class StepClock:
-    """Microseconds that one token of each step took, added up."""
+    """The time that one token of each step took, added up."""
 
     def __init__(self) -> None:
-        self.reading = 0.0
+        self.reading = 0
         """The sum up to the last change."""
         self.since = 0
         """The time of the last change."""
         self.tokens = 0
         """The tokens of the present step."""
 
-    def read(self, at: int) -> float:
+    def read(self, at: int) -> int:
         """The sum up to ``at``."""
-        return self.reading + (at - self.since) / self.tokens if self.tokens else self.reading
+        if not self.tokens:
+            return self.reading
+        return (self.reading + (at - self.since << UNIT) // self.tokens) & _MODULUS
 
-    def change(self, at: int, tokens: int) -> float:
+    def change(self, at: int, tokens: int) -> int:
         """A step with other tokens begins; returns the reading."""
         self.reading, self.since, self.tokens = self.read(at), at, tokens
         return self.reading
 
 
-def share(life: Life, reading: float, tokens: int) -> None:
+def share(life: Life, reading: int, tokens: int) -> None:
     """Add the life's share up to this reading; from there it has ``tokens`` in each step."""
-    life.own += life.step_tokens * (reading - life.shared_to)
+    life.own += life.step_tokens * (reading - life.shared_to & _MODULUS)
     life.step_tokens, life.shared_to = tokens, reading
 
 
 def prefill_parts(account: Account, prefill: int) -> tuple[int, int]:
     """The request's own part of its ``prefill`` microseconds, and the rest. All shares are added."""
-    own = round(next((life.own for life in account.lives if life.ran_at >= 0), 0.0))
-    return own, prefill - own
+    own = next((life.own for life in account.lives if life.ran_at >= 0), 0)
+    return _parts(own, prefill)
 
 
 def decode_parts(account: Account, decode: int) -> tuple[int, int]:
     """The request's own part of its ``decode`` microseconds, and the rest. All shares are added."""
-    own = round(sum(life.own - life.own_at_output for life in account.lives if life.output_at >= 0))
-    return own, decode - own
+    own = sum(life.own - life.own_at_output for life in account.lives if life.output_at >= 0)
+    return _parts(own, decode)
+
+
+def _parts(own: int, whole: int) -> tuple[int, int]:
+    microseconds = own + (1 << UNIT - 1) >> UNIT
+    return microseconds, whole - microseconds

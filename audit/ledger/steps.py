@@ -28,7 +28,7 @@ from .executed_tokens import execute, execute_invalid
 from .ledger_state import LedgerState
 from .life import InFlight, Life
 from .load_postings import resolve
-from .step_clock import prefill_parts, share
+from .step_clock import UNIT, prefill_parts, share
 from .token_times import PREFILL_PLACE, first_token
 from .unchanged_steps import activate, is_steady, make_steady
 
@@ -112,7 +112,7 @@ def _schedule(state: LedgerState) -> None:
             life.ran = True
             life.ran_at = state.at
             if not life.asynchronous:
-                life.own = float(state.at - life.began_at)
+                life.own = state.at - life.began_at << UNIT
             if account.plan is None:
                 account.plan = (life.local, life.external)
             before_output = not (account.settled or account.incomplete)

@@ -1,6 +1,6 @@
 """How the requests of a step share its time, and that the shares sum to it.
 
-The events of a history are 10 microseconds apart. A request arrives, is looked up and admitted with an event each.
+The events of a history are 10 microseconds apart; arrival, lookup and admission are an event each.
 """
 
 from __future__ import annotations
@@ -65,6 +65,19 @@ def test_a_decode_has_its_share_of_each_step_until_its_end():
     """The step of the prefills lasts another 10 microseconds, then both have a half."""
     found = decode("A0+0 b.A0+0 s32&b.s128 o+&b.o+ (s1&b.s1 o+&b.o+)x2 F b.F", a=32, b=128)
     assert {0: (2 + 20, 8 + 20), 1: (8 + 25, 2 + 25)} == found
+
+
+@pytest.mark.parametrize("reading", [1, 3**20, (1 << 63) - 2])
+def test_what_the_clock_reads_at_first_changes_no_share(reading: int):
+    stream = weave({0: 32, 1: 128}, "A0+0 b.A0+0 s32&b.s128 o+&b.o+ (s1&b.s1 o+&b.o+)x3 F b.F")
+    ledger = Ledger(keep_closed=True)
+    ledger.step_clock.reading = reading
+    for event in stream:
+        ledger.apply(event)
+    plain = accounts(stream)
+    for account in ledger.accounts():
+        assert account.decode_parts == plain[account.request].decode_parts
+        assert account.prefill_parts == plain[account.request].prefill_parts
 
 
 def test_unchanged_steps_give_the_same_shares():
