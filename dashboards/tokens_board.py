@@ -585,7 +585,8 @@ REQUESTS = PanelRow(
         ),
         Panel(
             "Time per output token",
-            "Time of a request from its first output to its last, divided by its output tokens after the first.",
+            "Time of a request from its first output to its last, divided by its output tokens after the "
+            "first.",
             "timeseries",
             _quantiles("kvledger_time_per_output_token_seconds"),
             unit="s",

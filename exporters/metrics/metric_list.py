@@ -99,7 +99,7 @@ def _words(figures: Sequence[Figure]) -> tuple[str, ...]:
 def _by_request(histogram: Histogram, figures: Sequence[Figure]) -> Metric:
     """One histogram: of one figure, or of several that a label tells apart."""
     words = _words(figures) if histogram.label else ()
-    series = [(word,) for word in words] or [()]
+    series: list[tuple[str, ...]] = [(word,) for word in words] or [()]
     reader = read.spreads({labels: figure.name for labels, figure in zip(series, figures, strict=True)})
     labels = (*ENGINE, histogram.label) if histogram.label else ENGINE
     return Metric(
