@@ -281,7 +281,7 @@ PROMPTS = PanelRow(
         ),
         Panel(
             "What became of the blocks that prompts missed",
-            "Blocks that the first hit of a prompt could have covered and did not, of one in sixteen contents, "
+            "Of one in sixteen contents, blocks that the first hit of a prompt could have covered and did not, "
             "by what became of them before. Evicted: more blocks, or sending prompts that share a prefix to "
             "one engine, could make them hits. Never seen: no cache could.",
             "timeseries",
