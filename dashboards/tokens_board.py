@@ -281,9 +281,9 @@ PROMPTS = PanelRow(
         ),
         Panel(
             "What became of the blocks that prompts missed",
-            "Of one in sixteen contents, blocks that the first hit of a prompt could have covered and did not, "
-            "by what became of them before. Evicted: more blocks, or sending prompts that share a prefix to "
-            "one engine, could make them hits. Never seen: no cache could.",
+            "Of one in sixteen contents, blocks that the first hit of a prompt could have covered and did "
+            "not, by what became of them before. Evicted: with more blocks, or if requests that share a "
+            "prefix go to one engine, they could be hits. Never seen: no cache could have them.",
             "timeseries",
             (
                 Query(
