@@ -57,19 +57,21 @@ def _number_adder() -> Callable[[_Totals, Account], None]:
     Called for each account of a replay, it takes half the time of a loop over the figures.
     """
     lines, of_settlement = [], []
+    items: dict[str, list[str]] = {}
     names: dict[str, Any] = {}
     for figure in _NUMBERS:
         match figure.read:
             case Slot(name=name):
                 lines.append(f"    sums.{figure.name} += account.{name}")
             case Item(name=name, place=place):
-                lines.append(f"    if account.{name} is not None:")
-                lines.append(f"        sums.{figure.name} += account.{name}[{place}]")
+                items.setdefault(name, []).append(f"        sums.{figure.name} += found[{place}]")
             case Settled(name=name):
                 of_settlement.append(f"        sums.{figure.name} += settlement.{name}")
             case read:
                 names[f"read_{figure.name}"] = read
                 lines.append(f"    sums.{figure.name} += read_{figure.name}(account) or 0")
+    for name, adding in items.items():
+        lines += [f"    found = account.{name}", "    if found is not None:", *adding]
     body = [*lines, "    for settlement in account.settlements:", *of_settlement]
     exec("\n".join(["def add(sums, account):", *body]), names)
     adder: Callable[[_Totals, Account], None] = names["add"]

@@ -240,7 +240,7 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         enter_subjects(state, state.blocks.life_ends(account, life, cause), state.step)
     life.discarded = account.computed
     life.ended_at, life.ended_by = state.at, cause
-    share(life, state.step_clock.read(state.at), 0)
+    share(life, state.step_clock, state.at, 0)
     if account.computed:
         add_tokens(account.discarded, cause, account.computed)
         account.losses.add(0, delivered_end(account, account.computed), cause)
@@ -323,7 +323,7 @@ def _time_output(state: LedgerState, account: Account, output_tokens: int) -> No
         since = account.added_at + sum(account.first_token)
         account.output_time = output_time(account, since, state.at)
         if account.life is not None:
-            share(account.life, state.step_clock.read(state.at), 0)
+            share(account.life, state.step_clock, state.at, 0)
         account.decode_parts = decode_parts(account, account.output_time[DECODE_PLACE])
         account.later_tokens = output_tokens - 1
 

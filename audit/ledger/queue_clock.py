@@ -6,6 +6,8 @@ difference of two readings, so it costs the same however long the queue is.
 
 from __future__ import annotations
 
+from operator import sub
+
 from .. import causes
 
 _PLACE = {cause: place for place, cause in enumerate(causes.QUEUE)}
@@ -50,11 +52,10 @@ class QueueClock:
     def end(self, request: int, waited: int, at: int) -> tuple[int, ...]:
         """The parts of the time that the request waited: it is admitted, or it ends."""
         began = self.waiting.pop(request, None)
-        parts = [0] * len(_PLACE)
-        if not self.recorded:
-            parts[_UNKNOWN] = waited
-            return tuple(parts)
-        if began is not None:
-            parts = [now - then for now, then in zip(self._read(at), began, strict=True)]
-        parts[_NEXT_STEP] += waited - sum(parts)
+        if began is None or not self.recorded:
+            parts = [0] * len(_PLACE)
+            parts[_NEXT_STEP if self.recorded else _UNKNOWN] = waited
+        else:
+            parts = list(map(sub, self._read(at), began))
+            parts[_NEXT_STEP] += waited - sum(parts)
         return tuple(parts)

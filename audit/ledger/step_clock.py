@@ -36,27 +36,33 @@ class StepClock:
             return self.reading
         return (self.reading + (at - self.since << UNIT) // self.tokens) & _MODULUS
 
-    def change(self, at: int, tokens: int) -> int:
-        """A step with other tokens begins; returns the reading."""
+    def change(self, at: int, tokens: int) -> None:
+        """A step with other tokens begins."""
         self.reading, self.since, self.tokens = self.read(at), at, tokens
-        return self.reading
 
 
-def share(life: Life, reading: int, tokens: int) -> None:
-    """Add the life's share up to this reading; from there it has ``tokens`` in each step."""
-    life.own += life.step_tokens * (reading - life.shared_to & _MODULUS)
-    life.step_tokens, life.shared_to = tokens, reading
+def share(life: Life, clock: StepClock, at: int, tokens: int) -> None:
+    """Add the life's share up to ``at``; from there it has ``tokens`` in each step."""
+    if life.step_tokens or tokens:
+        reading = clock.read(at)
+        life.own += life.step_tokens * (reading - life.shared_to & _MODULUS)
+        life.step_tokens, life.shared_to = tokens, reading
 
 
 def prefill_parts(account: Account, prefill: int) -> tuple[int, int]:
     """The request's own part of its ``prefill`` microseconds, and the rest. All shares are added."""
-    own = next((life.own for life in account.lives if life.ran_at >= 0), 0)
-    return _parts(own, prefill)
+    for life in account.lives:
+        if life.ran_at >= 0:
+            return _parts(life.own, prefill)
+    return _parts(0, prefill)
 
 
 def decode_parts(account: Account, decode: int) -> tuple[int, int]:
     """The request's own part of its ``decode`` microseconds, and the rest. All shares are added."""
-    own = sum(life.own - life.own_at_output for life in account.lives if life.output_at >= 0)
+    own = 0
+    for life in account.lives:
+        if life.output_at >= 0:
+            own += life.own - life.own_at_output
     return _parts(own, decode)
 
 

@@ -69,12 +69,12 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
 def _share_step(state: LedgerState, changed: list[int], dropped: list[int]) -> None:
     """A step with other tokens begins."""
     tokens = sum(row[1] for row in state.last_step.values()) + len(state.steady)
-    reading = state.step_clock.change(state.at, tokens)
+    state.step_clock.change(state.at, tokens)
     rows = dict.fromkeys(dropped, 0) | dict(zip(changed[::4], changed[1::4], strict=True))
     for request, own in rows.items():
         account = state.living.get(request)
         if account is not None and account.life is not None:
-            share(account.life, reading, own)
+            share(account.life, state.step_clock, state.at, own)
 
 
 def _compare_sequence(state: LedgerState, account: Account, drafts: int) -> None:
@@ -199,7 +199,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if sampled > 0 and accepted:
             if life.output_at < 0:
                 life.output_at = state.at
-                share(life, state.step_clock.read(state.at), life.step_tokens)
+                share(life, state.step_clock, state.at, life.step_tokens)
                 life.own_at_output = life.own
             if life.number > 1:
                 _compare_position(state, account, flight)

@@ -8,7 +8,8 @@ time. Its ``time_per_output_token`` is the second time divided by the output tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Literal
 
 from .. import causes
 from .account import Account
@@ -16,6 +17,8 @@ from .account import Account
 PREFILL_PLACE = list(causes.FIRST_TOKEN).index(causes.PREFILL)
 DECODE_PLACE = list(causes.OUTPUT_TIME).index(causes.DECODE)
 
+_QUEUED = causes.QUEUED, causes.DECODE_PREEMPTED
+_READY = causes.READY, causes.DECODE_LOADING
 _PREEMPTED = causes.PREEMPTED, causes.DECODE_PREEMPTED
 _LOAD_FAILED = causes.LOAD_FAILED, causes.DECODE_LOAD_FAILED
 
@@ -36,37 +39,36 @@ def output_time(account: Account, since: int, until: int) -> tuple[int, ...]:
     return _divide(account, causes.OUTPUT_TIME, 1, since, until)
 
 
-def _divide(account: Account, names: Iterable[str], place: int, since: int, until: int) -> tuple[int, ...]:
-    spent = dict.fromkeys(names, 0)
-    at = since
-    for *stage, end in _stages(account, until):
-        if end > at:
-            spent[stage[place]] += end - at
-            at = end
-    return tuple(spent.values())
-
-
-def _stages(account: Account, until: int) -> Iterator[tuple[str, str, int]]:
-    """What a request did one after the other: the cause before its first output, the one after, and the end.
+def _divide(
+    account: Account, names: Iterable[str], place: Literal[0, 1], since: int, until: int
+) -> tuple[int, ...]:
+    """Microseconds by cause. Each stage has a cause before the first output and, at ``place`` 1, after it.
 
     A life runs from its first step on; before that, an asynchronous one waits for its load. The output of a
     step may come after a preemption.
     """
-    waiting, run = (causes.QUEUED, causes.DECODE_PREEMPTED), causes.PREFILL
+    spent = dict.fromkeys(names, 0)
+    at, waiting, prefill = since, _QUEUED, causes.PREFILL
     for life in account.lives:
         end = until if life.ended_at < 0 else life.ended_at
         runs = life.ran_at >= 0
         ran_at = life.ran_at if runs else end
-        yield *waiting, life.began_at
+        loaded_at, admitted = ran_at, prefill if runs else causes.UNATTRIBUTED
         if life.asynchronous:
-            loads = life.load_ended_at >= 0 or not runs
+            admitted = causes.REMOTE_LOAD if life.load_ended_at >= 0 or not runs else causes.UNATTRIBUTED
             loaded_at = life.load_ended_at if life.load_ended_at >= 0 else ran_at
-            yield causes.REMOTE_LOAD if loads else causes.UNATTRIBUTED, causes.DECODE_LOADING, loaded_at
-            yield causes.READY, causes.DECODE_LOADING, ran_at
-        else:
-            yield run if runs else causes.UNATTRIBUTED, causes.DECODE_LOADING, ran_at
-        yield run, causes.DECODE_AGAIN, min(life.output_at, end) if life.output_at >= 0 else end
-        yield run, causes.DECODE, end
-        run = causes.PREFILL_AGAIN if runs else run
+        output_at = min(life.output_at, end) if life.output_at >= 0 else end
+        for stage, upto in (
+            (waiting, life.began_at),
+            ((admitted, causes.DECODE_LOADING), loaded_at),
+            (_READY, ran_at),
+            ((prefill, causes.DECODE_AGAIN), output_at),
+            ((prefill, causes.DECODE), end),
+        ):
+            if upto > at:
+                spent[stage[place]] += upto - at
+                at = upto
+        prefill = causes.PREFILL_AGAIN if runs else prefill
         waiting = _PREEMPTED if life.ended_by in causes.PREEMPTIONS else _LOAD_FAILED
-    yield *waiting, until
+    spent[waiting[place]] += until - at
+    return tuple(spent.values())
