@@ -213,8 +213,13 @@ def _next(demo: Demo, report: AuditReport) -> Group:
     commands = [*_activation(), f"kvledger audit {journal}"]
     if demo.statement is not None:
         commands.append(f"kvledger show {journal} {shlex.quote(demo.statement.account.request_id)}")
-    ids = list(dict.fromkeys(finding.id for finding in report.violations))
-    commands.append(f"kvledger explain {ids[0]}" if ids else "kvledger demo --inject list")
+    expected = demo.injection.expected_invariant if demo.injection else None
+    found = min(
+        report.violations,
+        key=lambda one: (one.id != expected, one.severity != "violation"),
+        default=None,
+    )
+    commands.append("kvledger demo --inject list" if found is None else f"kvledger explain {found.id}")
     sections = {
         "Next: read this run": commands,
         "Your server, in the environment of vLLM": [

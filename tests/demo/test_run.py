@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests import journals
+from tests.exporters.reports.printed import text
 from tests.histories import events
 
 from kvledger.audit.analysis.source_differences import Figures
@@ -211,6 +213,20 @@ def test_the_terminal_output_names_the_next_commands(
     output = "".join(shown.split())
     for command in (f"audit {journal}", f"show {journal} request-0", "explain tokens/negative"):
         assert f"kvledger {command}".replace(" ", "") in output
+
+
+def test_the_next_command_explains_the_violation_and_no_drift_before_it(
+    stand_in: Any, tmp_path: Path
+) -> None:
+    stand_in("write('violated'); finish()")
+    result, _ = run(tmp_path / "demo", "negative-local-hit")
+    found = report(result.audit)
+    drift = replace(found.violations[0], id="metrics/chunks-in-one-step", severity="drift")
+    found = replace(found, violations=[drift, *found.violations])
+
+    shown = text(demo_report.render(result, found))
+    assert "kvledger explain tokens/negative" in shown
+    assert "kvledger explain metrics/" not in shown
 
 
 def test_the_output_ends_with_what_to_type_for_a_server_a_notebook_and_ci(
