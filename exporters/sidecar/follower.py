@@ -265,7 +265,9 @@ class Follower:
     ) -> None:
         try:
             journal.read(self._posted, self._save_soon, stop, seconds)
-            journal.problem = ""
+            if journal.problem:
+                journal.problem = ""
+                self._notify(f"{journal.name} is followed again.")
         except (LedgerError, OSError) as error:
             journal.behind = False
             journal.retry_at = time.monotonic() + RETRY_SECONDS

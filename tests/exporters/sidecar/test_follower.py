@@ -370,8 +370,8 @@ def test_a_journal_that_becomes_readable_again_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
-    engine = Engine(tmp_path / "engine")
-    with following(tmp_path) as follower:
+    engine, said = Engine(tmp_path / "engine"), list[str]()
+    with following(tmp_path, notified=said) as follower:
         with monkeypatch.context() as patched:
             patched.setattr(reader, "is_live", denied)
             engine.serve()
@@ -379,8 +379,13 @@ def test_a_journal_that_becomes_readable_again_is_resumed(
             assert 0 == ended(follower)
             assert "lock can't be opened: Permission denied." == follower.journals["engine"].problem
         follower.poll()
+        follower.poll()
         assert 1 == ended(follower)
         assert "" == follower.journals["engine"].problem
+    assert [
+        "engine is not followed: lock can't be opened: Permission denied.",
+        "engine is followed again.",
+    ] == said
     engine.stop()
 
 
