@@ -61,8 +61,8 @@ QUESTIONS = (
     Question(
         "Did asynchronous loads save more time than requests waited for them?",
         "select engines.engine, sum(load_waited_microseconds) / 1e6 as waited_seconds, "
-        "sum(asynchronous_tokens) * any_value(prefill_seconds) as saved_seconds from requests join "
-        "engines using (journal) group by engines.engine",
+        "sum(asynchronous_tokens) * any_value(prefill_seconds) as asynchronous_saved_seconds from "
+        "requests join engines using (journal) group by engines.engine",
     ),
     Question(
         "Where does the engine report other hits than the ledger settled?",

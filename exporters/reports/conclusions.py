@@ -62,7 +62,7 @@ class Facts(msgspec.Struct, kw_only=True):
     engine_seconds: float = 0.0
     seconds: Mapping[str, float | None] = {}
     waited_seconds: float | None = None
-    saved_seconds: float | None = None
+    asynchronous_saved_seconds: float | None = None
     more_blocks: MoreBlocks | None = None
     """The fewest blocks that would have avoided most of the rework of preemptions."""
 
@@ -160,7 +160,7 @@ def with_costs(facts: Facts, costs: CostReport) -> Facts:
         ),
         seconds={f"{row.kind}/{row.cause}" if row.cause else row.kind: row.seconds for row in costs.rows},
         waited_seconds=sum(row.waited_seconds for row in loads) if loads else None,
-        saved_seconds=sum(known) if loads and len(known) == len(saved) else None,
+        asynchronous_saved_seconds=sum(known) if loads and len(known) == len(saved) else None,
     )
 
 
@@ -291,7 +291,7 @@ def not_loaded(facts: Facts) -> Conclusion | None:
 
 def waited_longer_than_saved(facts: Facts) -> Conclusion | None:
     """Requests waited longer for asynchronous loads than computing the tokens would have taken."""
-    waited, saved = facts.waited_seconds, facts.saved_seconds
+    waited, saved = facts.waited_seconds, facts.asynchronous_saved_seconds
     if not waited or saved is None or waited <= saved:
         return None
     return Conclusion(

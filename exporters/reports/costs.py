@@ -266,10 +266,15 @@ def _delay(row: CostRow, seconds: float | None) -> str:
 
 
 def _loads_table(report: CostReport) -> Table:
-    table = figures_table("connector", "loads", "waited", "in vain", "saved", "not saved")
+    table = figures_table("connector", *LOADS)
     for label, *cells in load_cells(report):
         table.add_row(Text(label), *cells)
     return table
+
+
+LOADS = ("asynchronous loads", "waited", "in vain", "saved by them", "saved by all loads", "not saved")
+"""The heads of the table of loads. Only asynchronous loads are waited for, and only what those saved compares
+with it."""
 
 
 def load_cells(report: CostReport) -> list[tuple[str, ...]]:
@@ -280,6 +285,7 @@ def load_cells(report: CostReport) -> list[tuple[str, ...]]:
             f"{row.asynchronous_loads:,}",
             shown_seconds(row.waited_seconds),
             shown_seconds(row.vain_seconds),
+            shown_seconds(row.asynchronous_saved_seconds),
             shown_seconds(row.saved_seconds),
             shown_seconds(row.not_saved_seconds),
         )

@@ -91,6 +91,7 @@ def html(data: PageData) -> str:
             group_columns=["", *COLUMNS],
             groups=[(row.group, *cells(row)) for row in data.groups[:SHOWN_GROUPS]],
             costs=costs.lost_cells(data.costs) if data.costs.rows else [],
+            load_heads=["connector", *costs.LOADS],
             loads=costs.load_cells(data.costs),
             models=list(costs.model_lines(data.costs)),
             waits=_waits(data.waits),

@@ -95,8 +95,8 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         rules.waited_longer_than_saved,
-        {"waited_seconds": 12.1, "saved_seconds": 3.4},
-        {"waited_seconds": 3.4, "saved_seconds": 3.4},
+        {"waited_seconds": 12.1, "asynchronous_saved_seconds": 3.4},
+        {"waited_seconds": 3.4, "asynchronous_saved_seconds": 3.4},
         "Requests waited 12.1 s for asynchronous loads that saved 3.4 s of computing.",
     ),
     (
@@ -138,7 +138,7 @@ def test_misses_that_level_blocks_could_not_prove_are_no_advice() -> None:
 
 
 def test_an_unknown_saving_concludes_nothing() -> None:
-    assert rules.waited_longer_than_saved(Facts(waited_seconds=5.0, saved_seconds=None)) is None
+    assert rules.waited_longer_than_saved(Facts(waited_seconds=5.0, asynchronous_saved_seconds=None)) is None
 
 
 def test_the_heaviest_three_sentences_are_printed() -> None:
