@@ -138,14 +138,19 @@ def count_words(found: Sequence[Found]) -> str:
 
 
 def drift_words(found: Sequence[Found]) -> str:
-    """``4 drifts: 1,240 tokens``; without the tokens where they are not known. "" without a drift."""
+    """``4 drifts: 1,240 tokens``, or ``240 drifts of 2 kinds: ...``, as several engines have the same ones.
+
+    Without the tokens where they are not known; "" without a drift.
+    """
     drifts = [row for row in found if row.severity == "drift"]
     if not drifts:
         return ""
     known = [row.tokens for row in drifts if row.tokens is not None]
     tokens = f": {sum(known):,} token{'' if sum(known) == 1 else 's'}" if known else ""
     partly = f" in {len(known)} of {len(drifts)} kinds" if known and len(known) < len(drifts) else ""
-    return f"{_counted(drifts, 'drift')}{tokens}{partly}"
+    several = sum(row.findings for row in drifts) > len(drifts)
+    kinds = f" of {len(drifts)} kind{'' if len(drifts) == 1 else 's'}" if several else ""
+    return f"{_counted(drifts, 'drift')}{kinds}{tokens}{partly}"
 
 
 def _counted(rows: Sequence[Found], noun: str) -> str:

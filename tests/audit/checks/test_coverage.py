@@ -97,7 +97,11 @@ def total(severity: Any, findings: int, tokens: int | None = None, **more: Any) 
         ([], "0 violations"),
         ([total("violation", 3_690)], "3,690 violations"),
         ([total("violation", 1_000, at_least=True)], "at least 1,000 violations"),
-        ([total("drift", 3, 1_200), total("drift", 1, 40)], "0 violations, 4 drifts: 1,240 tokens"),
+        (
+            [total("drift", 3, 1_200), total("drift", 1, 40)],
+            "0 violations, 4 drifts of 2 kinds: 1,240 tokens",
+        ),
+        ([total("drift", 241, 640)], "0 violations, 241 drifts of 1 kind: 640 tokens"),
         ([total("drift", 1, 9), total("drift", 1)], "0 violations, 2 drifts: 9 tokens in 1 of 2 kinds"),
         ([total("drift", 1)], "0 violations, 1 drift"),
     ],

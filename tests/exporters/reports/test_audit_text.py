@@ -112,7 +112,7 @@ def test_a_clean_audit_with_drifts_says_so_and_explains_drifts(tmp_path: Path) -
     first, second, third, *_ = text(audit_text.render(with_drifts(result, 11)), 140).splitlines()
 
     assert f"clean {EXAMINED}" == first
-    assert "1 request, 0 violations, 11 drifts: 1,240 tokens, 1 preemption" == second
+    assert "1 request, 0 violations, 11 drifts of 1 kind: 1,240 tokens, 1 preemption" == second
     assert third.startswith("A drift is a figure that the engine counts by a deliberate but misleading rule")
 
 

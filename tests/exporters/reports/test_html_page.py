@@ -122,8 +122,8 @@ def test_a_clean_trace_with_drifts_says_so_first(tmp_path: Path) -> None:
     found = [Found(id="metrics/prompt-missing", severity="drift", findings=2, listed=2, tokens=7)]
     page = html(replace(data, report=replace(data.report, drift=2, found=found)))
 
-    assert "<title>kvledger: clean, 2 drifts: 7 tokens</title>" in page
-    assert f"<b>clean</b> {data.report.coverage.words}. 2 drifts: 7 tokens." in page
+    assert "<title>kvledger: clean, 2 drifts of 1 kind: 7 tokens</title>" in page
+    assert f"<b>clean</b> {data.report.coverage.words}. 2 drifts of 1 kind: 7 tokens." in page
     assert "A drift is a figure that the engine counts by a deliberate but misleading rule." in page
 
 
