@@ -50,9 +50,16 @@ def salt_name(labels: ev.RequestLabels) -> str:
     return f"{labels.salt_class & (1 << 64) - 1:016x}" if labels.salt_class else ""
 
 
+TENANT = ("group", "salt")
+"""The labels of a request that say whose it is; the first one that it has counts, here and in SQL."""
+
+
 def tenant_of(labels: ev.RequestLabels | None) -> str:
     """The group of a request, else the class of its cache salt; "": not known."""
-    return "" if labels is None else labels.group or salt_name(labels)
+    if labels is None:
+        return ""
+    named = {"group": labels.group, "salt": salt_name(labels)}
+    return next((named[label] for label in TENANT if named[label]), "")
 
 
 def cut_id(request_id: str) -> str:

@@ -20,6 +20,9 @@ def as_text(column: str) -> str:
 COLUMNS = tuple(column.name for column in REQUESTS)
 
 
+LABEL_COLUMNS = {"group": "request_group", "salt": "salt"}
+"""The columns of a request's labels."""
+
 KEYS = {
     "engine": "engine",
     "model": "coalesce(model, '')",

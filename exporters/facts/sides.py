@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...audit import text
 from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
 from ...audit.replay.engine_audit import EngineAudit
@@ -17,7 +18,7 @@ from ...audit.replay.parallel import Run
 from ...audit.replay.windows import Window
 from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_SALT
 from .dataset import facts
-from .groups import KEYS, as_text
+from .groups import KEYS, LABEL_COLUMNS, as_text
 from .misses import Sampled, misses_by_group, sampled_misses
 from .replayed import Wanted
 from .sums import Group, GroupSums, by_group
@@ -165,10 +166,10 @@ def _times(facts: Facts) -> tuple[float | None, int, float | None]:
 
 
 def _tenant(facts: Facts) -> str:
-    """The group of a request, else its salt, of which no sums by the hour are kept."""
+    """Whose a request is. Of salts no sums by the hour are kept."""
     if facts.gone:
         return KEYS["group"]
-    return f"coalesce(request_group, salt, '{NO_GROUP}')"
+    return f"coalesce({', '.join(LABEL_COLUMNS[label] for label in text.TENANT)}, '{NO_GROUP}')"
 
 
 def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:
