@@ -318,6 +318,7 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "blocks/hash-content",
     stop_now=EVICT_BLOCKS,
+    tokens="end - start",
     on=(CachedContent,),
     message="",
     references=(VLLM_26813,),

@@ -128,8 +128,8 @@ class Invariant(msgspec.Struct, frozen=True):
     braces. ``near_misses``: what looks like a violation and is not. ``must_hold`` and ``violated_when`` are
     the two parts of its definition. ``once``: it is found once an engine, and the first request stands for
     all; a rule by which the engine counts every such request needs no finding for each. ``tokens``: the
-    figures of a witness that say how many tokens it is about, as ``written - computed``; "" if it is
-    about none. ``stop_now``: what stops the harm; "" if only a figure is wrong.
+    figures of a witness that say how many tokens it is about, as ``written - computed``, of which the sign is
+    left out; "" if it says no number. ``stop_now``: what stops the harm; "" if only a figure is wrong.
     """
 
     id: str
@@ -161,7 +161,7 @@ class Invariant(msgspec.Struct, frozen=True):
         if not figures.keys() >= set(names):
             return None
         first, *less = (figures[name] for name in names)
-        return int(first) - sum(map(int, less))  # type: ignore[arg-type]
+        return abs(int(first) - sum(map(int, less)))  # type: ignore[arg-type]
 
     def render(self, witness: Witness, request: str | None) -> str:
         """The witness as one sentence."""

@@ -210,6 +210,7 @@ def _admissions(account: Account, reported: Reported) -> str:
 
 @invariant(
     "tokens/balance",
+    tokens="computed_tokens - ledger_tokens",
     on=(ReportedCounts,),
     message="The engine counts {computed_tokens} computed tokens for request {request} "
     "({instant}), but its hits, loads and scheduled tokens sum to {ledger_tokens}.",
@@ -399,6 +400,7 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "tokens/in-flight",
+    tokens="in_flight_tokens - ledger_tokens",
     on=(ReportedCounts,),
     message="The engine counts {in_flight_tokens} tokens in flight for request {request} "
     "({instant}), but {ledger_tokens} are scheduled and have no output yet.",
