@@ -548,6 +548,7 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
     is; 2: it is, and a hit needs every block below it (full attention). ``windows`` is flat, three numbers
     for each group whose tokens read a window: group, tokens of the window, and whether windows begin at each
     multiple of these tokens (chunked local attention, 1) or end at the token that reads (sliding window, 0).
+    2: tokens read a state, one checkpoint of all tokens before (Mamba); the window is then one token.
     """
 
     step: int

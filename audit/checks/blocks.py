@@ -25,6 +25,7 @@ from ..ledger.blocks.provenance import (
     FAILED,
     HASHED_OTHERWISE,
     LEFT,
+    OVERWRITTEN,
     PENDING,
     SEQUENCE,
     TAINTED,
@@ -64,6 +65,7 @@ _NO_VALID_KV = {
     NOT_PLANNED: "the connector metadata did not name the load of request {filler}",
     NEVER_LOADED: "the load of request {filler} was never made",
     LEFT: "it was freed while the request's attention window still had these positions",
+    OVERWRITTEN: "the state in the block already has tokens at these positions, by a step that was given up",
     ABSENT: "its block table has no block for them, though its attention window has these positions",
 }
 """Why the KV of a block is not valid."""
@@ -282,6 +284,8 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
         "a block that was freed after the window of the request had left it",
         "null blocks below the window of the first step, which a hit or a load skipped",
         "rejected drafts in a request whose window has room for them",
+        "rejected drafts in a model with states, which keeps the state of each draft",
+        "a step that begins at the end of a block, whose state the steps after it left as it was",
     ),
 )
 def read_invalid(entry: Entry) -> Iterator[Witness]:
@@ -292,7 +296,8 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     step or in this one, from KV that was valid itself. Violated when it was not: the output of the request is
     wrong from this step on, and so is the KV that it computes, which later requests may hit. A hit that is
     not valid is settled as unattained, not as local. In a group with windows, the table must have the blocks
-    of the window of each step.
+    of the window of each step. A state, as of Mamba layers, is one checkpoint that the steps of a request
+    write over one another, so a step must begin where the state ends that the step before left.
     """
     subject = entry.subject
     assert isinstance(subject, ReadInvalid)

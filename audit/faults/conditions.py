@@ -76,6 +76,7 @@ CONDITIONS: dict[str, Condition] = {
     "groups": Condition("the model has several KV cache groups", _above("groups", 1), "groups"),
     "replayed window": Condition("a KV cache group replays the last window of a hit"),
     "window": Condition("a KV cache group has a sliding window"),
+    "states": Condition("a KV cache group has states, such as Mamba layers"),
     "adapters": Condition("LoRA adapters are served", _above("loras", 0), "lora"),
     "connector": Condition("a KV connector is configured", _connector(), "connector"),
     "lmcache": Condition(f"{LMCACHE} is the connector", _lmcache, "lmcache"),

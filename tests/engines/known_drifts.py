@@ -9,7 +9,8 @@ _SCENARIOS = {
         crowd_async_speculative
     """,
     "session-chunk-missing": """
-        session_async session_async_speculative session_speculative session_sync
+        session_async session_async_speculative session_of_states_async session_of_states_sync
+        session_speculative session_sync
     """,
     "full-hit-token-missing": """
         external_async_async external_async_consumer external_async_sync full_external_hit
@@ -40,6 +41,7 @@ _SCENARIOS = {
         preempt_prefill_external preempt_prefill_sync preempted_in_prefill_async
         preempted_in_prefill_sync reset_running_async reset_running_speculative reset_running_sync
         resumed_with_chunks_in_flight_producer session_async session_async_speculative
+        session_of_states_async session_of_states_sync
         session_speculative session_sync speculative_async speculative_async_eagle speculative_eagle
         speculative_sync states_cut_async states_cut_sync window_leaves_blocks_three_groups
         window_leaves_blocks_two_groups chunks_leave_blocks

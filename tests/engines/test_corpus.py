@@ -64,6 +64,7 @@ OF_BLOCKS = {
     "load_failure_in_a_window_loads_async": {("blocks/read-invalid", "r")},
     "load_failure_in_a_window_sync": {("blocks/read-invalid", "r")},
     "load_failure_read_by_a_neighbour": {("blocks/read-invalid", "b")},
+    "session_of_states_async": {("blocks/read-invalid", "s")},
     "whole_prompt_is_loaded_chunks": {("blocks/read-invalid", "s")},
     "whole_prompt_is_loaded_sliding": {("blocks/read-invalid", "r")},
 }

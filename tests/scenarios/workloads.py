@@ -159,6 +159,19 @@ def session(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("session", "states", **BOTH)
+def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
+    """A turn of a model with states stops by a token, and a step may be in flight then."""
+    driver = start(attach, groups=("full", "mamba"), blocks=128, **setup)
+    driver.add("s", 40, 8, stop_at=3, resumable=True)
+    driver.run()
+    driver.add("s", 20, 4, resumable=True)
+    driver.run()
+    driver.close("s")
+    driver.run()
+    return driver
+
+
 @workload("session", sync={}, **{"async": {"asynchronous": True}})
 def session_closed(attach: Attach = id, **setup: Any) -> Driver:
     """The session's end arrives before its turn stops, with as many steps in flight as the engine lets."""

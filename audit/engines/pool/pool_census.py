@@ -22,6 +22,9 @@ SWEEP_TABLES = 4
 WHOLE = 2
 """A kind of tables (``PoolSeen.groups``): an index is a position, and a hit needs every block below it."""
 
+STATE = 2
+"""A kind of windows (``PoolSeen.windows``): tokens read one checkpoint."""
+
 POSITIONAL = frozenset(
     ("ChunkedLocalAttentionManager", "FullAttentionManager", "RSWAManager", "SlidingWindowManager")
 )
@@ -157,6 +160,8 @@ class Sweep:
 
 def _window(name: str, manager: Any) -> tuple[int, ...]:
     """The row of ``PoolSeen.windows`` for a group; empty if its tokens read all tokens before them."""
+    if name == "MambaManager":
+        return manager.kv_cache_group_id, 1, STATE
     in_chunks = name == "ChunkedLocalAttentionManager"
     tokens = getattr(manager, "attention_chunk_size" if in_chunks else "sliding_window", None)
     if name not in POSITIONAL or not isinstance(tokens, int):

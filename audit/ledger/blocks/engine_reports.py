@@ -15,6 +15,9 @@ from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncover
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Block, Holder, Pool, Window
 
+STATE = 2
+"""In ``PoolSeen.windows``: the group has states."""
+
 LEAK_SECONDS = 900.0
 """How long a connector may keep the blocks of an ended request."""
 
@@ -25,12 +28,13 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
         for i in range(0, len(event.groups), 3)
     }
     whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
-    rows = zip(*(iter(event.windows),) * 3, strict=True)
-    windows = {group: Window(tokens, bool(in_chunks)) for group, tokens, in_chunks in rows if group in groups}
+    rows = [row for row in zip(*(iter(event.windows),) * 3, strict=True) if row[0] in groups]
+    windows = {group: Window(tokens, kind > 0) for group, tokens, kind in rows if kind != STATE}
+    states = [group for group, _, kind in rows if kind == STATE]
     pool = holdings.pools.get(event.pool)
     if pool is not None and pool.blocks == event.blocks:
         _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
-        pool.groups, pool.prefix_groups, pool.windows = groups, whole, windows
+        pool.groups, pool.prefix_groups, pool.windows, pool.states = groups, whole, windows, states
         return
     idle = event.free_blocks == event.blocks - (event.null_block >= 0)
     empty = event.cached_hashes == 0
@@ -45,6 +49,7 @@ def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
         hashes_known=empty,
         prefix_groups=whole,
         windows=windows,
+        states=states,
     )
 
 

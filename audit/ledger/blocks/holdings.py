@@ -69,6 +69,8 @@ class Holdings:
         """Where the tables of a request's life begin: by request, and by pool and group."""
         self.begun: dict[int, tuple[int, int]] = {}
         """By request: first position and number of its lowest step whose window is not judged yet."""
+        self.state_ends: dict[int, int] = {}
+        """Where the last state ends of a request whose count fell and that no step has scheduled since."""
         self.newly_cached: list[tuple[int, int, int, int]] = []
         """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
         self.hash_awaited: set[tuple[int, int]] = set()
@@ -106,6 +108,7 @@ class Holdings:
         self.leaving.clear()
         self.left.clear()
         self.begun.clear()
+        self.state_ends.clear()
         self.isolation.clear()
         self.store_keys.clear()
         self.demand.forget()

@@ -15,7 +15,7 @@ from typing import ClassVar
 from ... import events as ev
 from ..account import Account
 from ..life import Life
-from . import hashes, provenance, reads, store, windows
+from . import hashes, provenance, reads, states, store, windows
 from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
 from .holdings import Accounts, Holdings, Scheduled
@@ -82,6 +82,7 @@ class BlockLedger(Holdings):
         self.invalid_hits = []
         reads.after(self, event, scheduled)
         windows.after(self, event, step, scheduled)
+        states.after(self, event, step, scheduled)
         return self.findings
 
     def looked_up(self, event: ev.StoreKeys) -> None:
@@ -98,4 +99,5 @@ class BlockLedger(Holdings):
         self.findings = []
         provenance.life_ends(self, account, life, cause)
         windows.life_ends(self, account.request)
+        states.life_ends(self, account.request)
         return self.findings

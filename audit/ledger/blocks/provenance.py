@@ -20,10 +20,10 @@ EVERY = 1 << 62
 """Above every position."""
 
 SEQUENCE, PENDING, FAILED, UNFILLED = "sequence", "pending", "failed", "unfilled"
-TAINTED, LEFT, ABSENT = "tainted", "left", "absent"
+TAINTED, LEFT, ABSENT, OVERWRITTEN = "tainted", "left", "absent", "overwritten"
 """Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
 failed; nothing computed them; they were computed from KV that was not valid; their block left the table;
-the table never had a block for them.
+the table never had a block for them; a later step wrote its state over theirs.
 See also :data:`USED_UNLOADED`."""
 
 HASHED_OTHERWISE = "hashed_otherwise"

@@ -168,6 +168,8 @@ class Pool(msgspec.Struct):
     """Groups in which a hit needs every block below it."""
     windows: dict[int, Window] = {}
     """By group: what a token reads; a group that is absent has no window, or it is not known."""
+    states: list[int] = []
+    """Groups of states: a block has one checkpoint, of the prefix that ends with its last position."""
     ends: dict[int, int] = {}
     """By hash id: the end of the positions that the hash covers."""
     removed: dict[int, tuple[int, int, str]] = {}

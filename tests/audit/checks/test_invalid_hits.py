@@ -430,3 +430,48 @@ def test_blocks_that_the_window_has_left_are_freed(watched, scenario):
     SCENARIOS[scenario](watched.attach)
 
     assert [] == watched.violation_ids()
+
+
+# --- states -----------------------------------------------------------------------------------------
+
+
+@violates("blocks/read-invalid")
+def test_a_turn_that_begins_below_the_state_of_a_step_past_the_stop_is_named(watched):
+    """The step in flight at the stop writes its state over the one from which the next turn goes on."""
+    SCENARIOS["session_of_states_async"](watched.attach)
+
+    finding = watched.finding("blocks/read-invalid")
+
+    assert ("s", 1, 42) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+    assert "already has tokens at these positions" in finding.message
+
+
+@near_miss("blocks/read-invalid")
+def test_a_turn_that_begins_where_the_last_state_ends_is_valid(watched):
+    SCENARIOS["session_of_states_sync"](watched.attach)
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/read-invalid")
+def test_a_state_at_the_end_of_a_block_outlives_the_steps_after_it(watched):
+    """The step past the stop writes its state to the next block, and the turn begins at the boundary."""
+    driver = watched.start(groups=("full", "mamba"), blocks=128, asynchronous=True)
+    driver.add("s", 46, 8, stop_at=3, resumable=True)
+    driver.run()
+    driver.add("s", 20, 4, resumable=True)
+    driver.run()
+    driver.close("s")
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+@near_miss("blocks/read-invalid")
+def test_rejected_drafts_leave_the_state_of_the_last_accepted_one(watched):
+    driver = watched.start(groups=("full", "mamba"), blocks=128, drafts=3)
+    driver.add("r", 40, 30)
+    while driver.in_flight or driver.scheduler.has_requests():
+        driver.step(accepted=1)
+
+    assert [] == watched.violation_ids()

@@ -1,0 +1,57 @@
+"""The law of reads for groups of states: a step begins where the state that it reads ends.
+
+A state is one checkpoint of a whole prefix, in the block of the prefix's last position, and the steps of a
+request write it over one another. So a step that begins lower than the step before it ended, in the same
+block, reads a state with tokens that are not before it. A request with drafts is not judged: it keeps the
+state of each draft, and goes on from the last accepted one. Nor is a step that begins in another block, whose
+state may be of any step before.
+"""
+
+from __future__ import annotations
+
+from ... import events as ev
+from ...causes import REPLAY
+from .entries import ReadInvalid
+from .holdings import Holdings, Scheduled
+from .provenance import OVERWRITTEN, lacks_of
+
+
+def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) -> None:
+    """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
+    if isinstance(event, ev.RolledBack) and event.cause != REPLAY:
+        if any(pool.states for pool in holdings.pools.values()):
+            end = max(event.before_tokens, holdings.state_ends.get(event.request, 0))
+            holdings.state_ends[event.request] = end
+    elif isinstance(event, ev.Stepped) and holdings.state_ends:
+        for request in list(holdings.state_ends):
+            if scheduled(request):
+                _judge(holdings, request, holdings.state_ends.pop(request), step)
+
+
+def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
+    """A request whose last state ends at position ``end`` has been scheduled again."""
+    account = holdings.accounts.get(request)
+    if account is None or account.unknown is not None or account.drafted or not account.in_flight:
+        return
+    flight = account.in_flight[-1]
+    lacks = lacks_of(holdings, request, flight.life.number)
+    for number, pool in holdings.pools.items():
+        for group in pool.states:
+            size = pool.groups[group][0]
+            own = [
+                block
+                for pool_no, block in lacks.blocks
+                if pool_no == number
+                and any((h.request, h.group) == (request, group) for h in pool.records[block].holders)
+            ]
+            if own and 0 < flight.start < end and (flight.start - 1) // size == (end - 1) // size:
+                story, whose = holdings.story(number, own[-1]), account.request_id
+                row = number, own[-1:], end - flight.start, flight.start, end
+                holdings.report(ReadInvalid(*row, whose, OVERWRITTEN, story, step), request)
+                lacks.tainted_from = flight.start
+                return
+
+
+def life_ends(holdings: Holdings, request: int) -> None:
+    """A life ends: its states are gone."""
+    holdings.state_ends.pop(request, None)
