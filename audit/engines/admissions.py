@@ -295,6 +295,7 @@ class Admissions:
         if attempt.looked_up < 0:
             return
         reason = "deferred" if attempt.matched is None else "not_allocated"
+        self.queue.watches |= attempt.matched is not None
         external = attempt.matched or 0
         last = self.failed.get(request_id)
         attempts = 1

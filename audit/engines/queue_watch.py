@@ -3,7 +3,8 @@
 The scheduler admits waiting requests until a condition of its loop ends it. The conditions only come true
 while the loop runs, so what holds after ``schedule`` is what ended it. A refused allocation leaves no trace,
 so the manager's ``allocate_slots`` is wrapped from the step's first lookup to the step's end: all running
-requests have their blocks by then, and only calls for waiting requests are seen.
+requests have their blocks by then, and only calls for waiting requests are seen. An object whose method was
+once covered by an attribute is slower for good, so this begins only after a lookup that led to no admission.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class QueueWatch:
         """Whether a request has come since the last step."""
         self.preempted_in = -1
         """The last step that preempted a request."""
+        self.watches = False
+        """Whether allocations are watched: a lookup has led to no admission."""
         self._refused = False
         """Whether the step's last allocation for a waiting request was refused."""
         self._wrapping: Wrapping | None = None
@@ -56,7 +59,7 @@ class QueueWatch:
 
     def looked_up(self) -> None:
         """The engine looks a waiting request up: watch the allocation that follows."""
-        if self._wrapping is None:
+        if self.watches and self._wrapping is None:
             self._refused = False
             with contextlib.suppress(EngineMismatch):  # then no refusal is seen
                 self._wrapping = Wrapping(

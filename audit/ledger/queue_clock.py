@@ -49,6 +49,16 @@ class QueueClock:
                 break
             self.waiting[request] = reading
 
+    def read_anew(self) -> None:
+        """Let the present reading be 0; only differences are ever used. A cause that holds for nobody is
+        forgotten, but not a pause, which also holds for requests that are still to come."""
+        if self.cause != causes.QUEUED_PAUSED and not any(self.waiting.values()):
+            self.cause, self.since = causes.QUEUED_UNKNOWN, 0
+        for request, reading in self.waiting.items():
+            if reading is not None:
+                self.waiting[request] = tuple(map(sub, reading, self.spent))
+        self.spent = [0] * len(_PLACE)
+
     def end(self, request: int, waited: int, at: int) -> tuple[int, ...]:
         """The parts of the time that the request waited: it is admitted, or it ends."""
         began = self.waiting.pop(request, None)

@@ -9,6 +9,8 @@ Readings are whole numbers, so that a difference does not depend on where a repl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .account import Account
 from .life import Life
 
@@ -36,6 +38,12 @@ class StepClock:
             return self.reading
         return (self.reading + (at - self.since << UNIT) // self.tokens) & _MODULUS
 
+    def read_anew(self, lives: Iterable[Life]) -> None:
+        """Let the present reading be 0; only differences are ever used. ``lives``: all that have tokens."""
+        for life in lives:
+            life.shared_to = life.shared_to - self.reading & _MODULUS
+        self.reading = 0
+
     def change(self, at: int, tokens: int) -> None:
         """A step with other tokens begins."""
         self.reading, self.since, self.tokens = self.read(at), at, tokens
@@ -46,7 +54,7 @@ def share(life: Life, clock: StepClock, at: int, tokens: int) -> None:
     if life.step_tokens or tokens:
         reading = clock.read(at)
         life.own += life.step_tokens * (reading - life.shared_to & _MODULUS)
-        life.step_tokens, life.shared_to = tokens, reading
+        life.step_tokens, life.shared_to = tokens, reading if tokens else 0
 
 
 def prefill_parts(account: Account, prefill: int) -> tuple[int, int]:

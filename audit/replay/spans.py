@@ -191,7 +191,7 @@ def digest(audit: EngineAudit) -> bytes:
 
 
 def _count_steps_anew(ledger: Ledger) -> None:
-    """Set the counts of steps to 0; only differences of them are ever used."""
+    """Set the counts of steps and the readings of clocks to 0; only differences of them are ever used."""
     scheduled = ledger.scheduled_steps
     ledger.open  # noqa: B018 - posts the steady accounts up to now
     for account in ledger.steady.values():
@@ -203,6 +203,9 @@ def _count_steps_anew(ledger: Ledger) -> None:
         (since - scheduled, at),
     )
     ledger.scheduled_steps = ledger.delivered_steps = 0
+    lives = [account.life for account in ledger.living.values() if account.life is not None]
+    ledger.step_clock.read_anew(life for life in lives if life.step_tokens)
+    ledger.queue.read_anew()
 
 
 class Piece(msgspec.Struct):

@@ -72,7 +72,19 @@ def test_the_pool_has_no_blocks_for_the_request(asynchronous: bool) -> None:
         driver.run()
 
     found = causes(drive, "behind", asynchronous=asynchronous, blocks=12)
-    assert {"next_step", "blocks"} == found
+    assert {"next_step", "unknown", "blocks"} == found
+
+
+def test_a_refusal_after_the_first_one_is_seen_in_its_step() -> None:
+    def drive(driver: Driver) -> None:
+        driver.add("a", 100, 8)
+        driver.add("b", 100, 8)
+        driver.run()
+        driver.add("c", 100, 8)
+        driver.add("d", 100, 8)
+        driver.run()
+
+    assert {"next_step", "blocks"} == causes(drive, "d", blocks=12)
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
@@ -85,7 +97,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
                 driver.add("third", 100, 4)
         driver.run()
 
-    assert {"next_step", "blocks", "preemption"} == causes(drive, "third", blocks=11)
+    assert {"next_step", "unknown", "blocks", "preemption"} == causes(drive, "third", blocks=11)
 
 
 @BOTH
@@ -147,31 +159,25 @@ def test_the_scheduler_keeps_its_own_allocation_between_steps() -> None:
     def scenario(attach: Any, **setup: Any) -> Driver:
         driver = start(attach, **setup)
         manager = driver.scheduler.kv_cache_manager
-        driver.add("one", 40, 4)
-        driver.step()
-        assert manager.allocate_slots.__func__ is type(manager).allocate_slots
+        driver.add("one", 100, 40)
+        driver.add("refused", 100, 4)
+        for _ in range(3):
+            driver.step()
+            assert manager.allocate_slots.__func__ is type(manager).allocate_slots
 
         allocate = type(manager).allocate_slots
 
         def fails(*_: Any, **__: Any) -> Any:
             raise ValueError
 
-        driver.add("two", 40, 4)
         type(manager).allocate_slots = fails
         try:
             with pytest.raises(ValueError):
                 driver.schedule()
         finally:
             type(manager).allocate_slots = allocate
-        driver.scheduler.finish_requests("two", _aborted())
         return driver
 
-    driver, _ = observe(scenario)
+    driver, _ = observe(scenario, blocks=12)
     manager = driver.scheduler.kv_cache_manager
     assert manager.allocate_slots.__func__ is type(manager).allocate_slots
-
-
-def _aborted() -> Any:
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED

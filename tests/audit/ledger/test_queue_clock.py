@@ -88,6 +88,17 @@ def test_a_request_that_comes_during_a_pause_waits_for_its_end():
     assert {"paused": 10, "next_step": 20} == queued(found[0])
 
 
+@pytest.mark.parametrize("words", ["W:budget W:budget W:blocks ", "W:paused W:next_step ", ""])
+def test_a_clock_that_is_read_anew_changes_no_cause(words: str):
+    ledger = Ledger(keep_closed=True)
+    ledger.apply(started(queue_causes=True))
+    for event in events(32, words + RAN):
+        ledger.apply(event)
+        ledger.queue.read_anew()
+    (account,) = ledger.accounts()
+    assert of(words + RAN) == queued(account)
+
+
 def test_without_a_record_of_the_causes_all_is_unknown():
     (account,) = accounts(events(32, RAN), recorded=False).values()
     assert {"unknown": 20} == queued(account)

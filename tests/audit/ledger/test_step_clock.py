@@ -80,6 +80,19 @@ def test_what_the_clock_reads_at_first_changes_no_share(reading: int):
         assert account.prefill_parts == plain[account.request].prefill_parts
 
 
+def test_a_clock_that_is_read_anew_changes_no_share():
+    stream = weave({0: 32, 1: 128}, "A0+0 b.A0+0 s32&b.s128 o+&b.o+ (s1&b.s1 o+&b.o+)x3 F b.F")
+    plain = accounts(stream)
+    ledger = Ledger(keep_closed=True)
+    for event in stream:
+        ledger.apply(event)
+        lives = [account.life for account in ledger.living.values() if account.life is not None]
+        ledger.step_clock.read_anew(life for life in lives if life.step_tokens)
+    for account in ledger.accounts():
+        assert account.decode_parts == plain[account.request].decode_parts
+        assert account.prefill_parts == plain[account.request].prefill_parts
+
+
 def test_unchanged_steps_give_the_same_shares():
     words = "A0+0 b.A0+0 s32&b.s128 o+&b.o+ (s1&b.s1 o+&b.o+)x20 F b.F"
     stream = weave({0: 32, 1: 128}, words)
