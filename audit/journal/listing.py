@@ -60,6 +60,8 @@ def facts(path: Path) -> JournalFacts:
     last = next((events for number in reversed(numbers) if (events := _last_events(files[number]))), [])
     if not isinstance(started, EngineStarted):
         return msgspec.structs.replace(found, state="live" if live else "dead")
+    starts = (_first(files[number], EngineStarted) for number in reversed(numbers))
+    newest = next(start for start in starts if isinstance(start, EngineStarted))
     stopped = bool(last) and isinstance(last[-1], EngineStopped)
     settings = started.configuration
     rank = settings.get("data_parallel_rank")
@@ -72,8 +74,8 @@ def facts(path: Path) -> JournalFacts:
         host=str(settings.get("instance") or host_of(path)),
         level=started.level,
         state="live" if live else "stopped" if stopped else "dead",
-        began_seconds=started.wall_seconds,
-        until_seconds=started.began_seconds + last[-1].at / 1e6 if last else None,
+        began_seconds=newest.began_seconds + started.at / 1e6,  # a clock may have been corrected meanwhile
+        until_seconds=newest.began_seconds + last[-1].at / 1e6 if last else None,
         requests=_requests(files[numbers[-1]], last),
         bytes=found.bytes,
         segments=found.segments,

@@ -36,7 +36,7 @@ from ..events import Event
 from ..journal.host_folders import engine_name
 from ..journal.reader import Position, Reader
 from ..text import printable
-from .windows import EVERYTHING, Window
+from .windows import EVERYTHING, Window, last_start
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 """How the name of a request trace ends."""
@@ -140,8 +140,10 @@ def block_trace(
     else:
         trace, sample = take_sample(described, recorded.whole(), recorded.changes, share)
     if window.bounded:
+        newest = last_start(recorded.path)
+        began = trace.began_seconds if newest is None else newest.began_seconds
         for life in trace.lives:
-            life.counted = window.holds(trace.began_seconds + life.at / 1e6)
+            life.counted = window.holds(began + life.at / 1e6)
     return trace, sample
 
 

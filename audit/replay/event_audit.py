@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -25,6 +26,9 @@ from .observed import Observed, ObserverKind
 from .windows import EVERYTHING, Window, last_start
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
+UNREAD = -1.0
+"""No time of an engine's start."""
+
 
 class EventAudit(Observed):
     """Audits the events of one engine, and those of its workers.
@@ -33,6 +37,9 @@ class EventAudit(Observed):
     ended outside it are left out of all sums. ``watch`` selects the requests whose postings are kept, and
     ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
     """
+
+    NEWEST_CLOCK: ClassVar[bool] = True
+    """Whether times count by the newest description of the engine, not the first."""
 
     def __init__(
         self,
@@ -48,9 +55,8 @@ class EventAudit(Observed):
         """The journal's folder, or a single segment file."""
         self.window = window
         """The time window that requests must have ended in to be counted."""
-        newest = last_start(path) if window.bounded else None
-        self.clock = newest.began_seconds if newest else None
-        """Unix time from which the journal's times count, by its newest segment; None: not known."""
+        self._clock: float | None = UNREAD
+        """What :attr:`clock` has read."""
         self.auditor = Auditor(
             engine=name,
             keep_closed=True,
@@ -100,7 +106,7 @@ class EventAudit(Observed):
         ledger, placed = self.auditor.ledger, self.journal.window
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
         findings = self.auditor.feed(event, number)
-        began = self._began or 0.0
+        began = self.began_seconds or 0.0
         between = began + before / 1e6, began + event.at / 1e6
         placed.losses.place(self.window, ledger.sums.gaps > gaps, *between)
         placed.failures.place(self.window, ledger.sums.hook_failures > failures, *between)
@@ -155,15 +161,25 @@ class EventAudit(Observed):
         return "unknown" if account.unknown is not None else "clean"
 
     @property
-    def _began(self) -> float | None:
-        return self.began_seconds if self.clock is None else self.clock
+    def began_seconds(self) -> float | None:
+        """Unix time from which the journal's times count; None if no engine was seen to start."""
+        first = super().began_seconds
+        return first if first is None or self.clock is None else self.clock
+
+    @property
+    def clock(self) -> float | None:
+        """The same by the newest segment when it was first asked for; None: not known."""
+        if self._clock == UNREAD:
+            newest = last_start(self.path) if self.NEWEST_CLOCK else None
+            self._clock = newest.began_seconds if newest else None
+        return self._clock
 
     def _counts(self, account: Account) -> bool:
-        return self.window.has(account, self._began)
+        return self.window.has(account, self.began_seconds)
 
     def holds(self, at: int) -> bool:
         """Whether the window has this time of the journal, in microseconds."""
-        return self.window.holds((self._began or 0.0) + at / 1e6)
+        return self.window.holds((self.began_seconds or 0.0) + at / 1e6)
 
     def _violated(self, id: str, at: int, account: Account | None) -> None:
         for callback in self.on_violation:

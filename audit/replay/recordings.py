@@ -7,7 +7,6 @@ into the time of the engine's journal.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ..events import EngineStarted
 from ..journal.catalogue import ENGINE, KV_EVENTS, Catalogue
 from ..journal.format import is_live
 from ..journal.listing import facts
-from ..journal.reader import Reader
+from .windows import last_start
 
 AFTER_END_SECONDS = 5.0
 """An engine whose journal has no end may have published so long after the last event that was written."""
@@ -51,26 +50,19 @@ class Neighbours:
     def rival(self, engine: EngineStarted) -> str:
         """The journal of another engine at the same port while this one ran; "" if there is none."""
         until = _until(self._path)
+        began = (last_start(self._path) or engine).began_seconds
         for path in Catalogue.beside(self._path).named(ENGINE):
             name = path.name
             if name == self._path.name:
                 continue
             if name not in self._started:
-                self._started[name] = _first_event(path)
+                self._started[name] = last_start(path)
             other = self._started[name]
             if other is None or identity_of(other) != identity_of(engine) or other.began_seconds >= until:
                 continue
-            if _until(path) > engine.began_seconds:
+            if _until(path) > began:
                 return name
         return ""
-
-
-def _first_event(path: Path) -> EngineStarted | None:
-    with contextlib.suppress(LedgerError, OSError), Reader(path) as reader:
-        batch = next(reader.poll(), None)
-        first = batch.events[0] if batch is not None else None
-        return first if isinstance(first, EngineStarted) else None
-    return None
 
 
 def same_port(rival: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +21,9 @@ from ..events import EngineStarted
 from ..figures.sums import Sums
 from ..journal.format import segments
 from ..journal.reader import Position, Reader
-from ..ledger.account import Account
+
+if TYPE_CHECKING:
+    from ..ledger.account import Account  # which only replays need
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _RELATIVE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -92,14 +96,15 @@ def last_start(path: Path) -> EngineStarted | None:
 
     A machine's clock may be corrected while an engine runs. So the newest description has the best time.
     """
-    try:
-        for number in reversed(segments(path)):
-            with Reader(path, Position(segment=number, event=-1)) as reader:
-                for event in next(iter(reader.poll())).events:
-                    if isinstance(event, EngineStarted):
-                        return event
-    except (LedgerError, OSError, StopIteration):  # the replay says what is wrong
-        pass
+    numbers: list[int] = []
+    with suppress(LedgerError, OSError):
+        numbers = sorted(segments(path), reverse=True)
+    for number in numbers:
+        with suppress(LedgerError, OSError), Reader(path, Position(segment=number, event=-1)) as reader:
+            batch = next(reader.poll(), None)  # None: the newest segment is just begun
+            for event in batch.events if batch is not None else ():
+                if isinstance(event, EngineStarted):
+                    return event
     return None
 
 

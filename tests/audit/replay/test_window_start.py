@@ -15,10 +15,11 @@ from tests.simulated import Mix
 
 from kvledger.audit.events import Snapshot, SnapshotRow
 from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.listing import facts
 from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.journals import audit_paths, statement
 from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.audit.replay.window_start import skip_to_window
 from kvledger.audit.replay.windows import Window
@@ -26,7 +27,13 @@ from kvledger.exporters.facts import replayed
 from kvledger.exporters.reports import html_data
 from kvledger.exporters.reports.audit_data import as_json, report
 from kvledger.exporters.reports.costs import costs_of
+from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.why import why
+
+CORRECT = 1.7e9
+"""When the clock of an engine was corrected."""
+
+MINUTE_US = 60_000_000
 
 LONG = Mix(running=6, waiting=2, median_output=2_000)
 """Few requests, which run while several segments are written."""
@@ -96,26 +103,41 @@ def test_the_replay_begins_before_the_requests_that_run_when_the_window_begins(t
     assert Position(segment=4, event=-1) == last
 
 
-def test_a_clock_that_was_corrected_later_counts_for_the_whole_journal(tmp_path: Path) -> None:
-    """The engine starts in 1970. The clock is right when the second segment begins."""
+@pytest.fixture
+def corrected(tmp_path: Path) -> Path:
+    """An engine that starts in 1970. The clock is right when its second segment begins, a minute later."""
     folder = tmp_path / "engine-0"
     writer = JournalWriter(folder)
-    for number, wall_seconds in enumerate((30.0, 1.7e9), 1):
+    for number, wall_seconds in enumerate((30.0, CORRECT), 1):
         stream = weave({number: 40}, "a.A0+0 a.s40 a.o+ a.F")
-        at = 0 if number == 1 else 60_000_000
+        at = 0 if number == 1 else MINUTE_US
         writer.rotate()
         started = msgspec.structs.replace(journals.STARTED, at=at, wall_seconds=wall_seconds)
         moved = [msgspec.structs.replace(event, at=event.at + at) for event in stream]
         writer.write([started, Snapshot(at, 0, [], 0), *moved])
     writer.close()
+    return folder
 
+
+def test_a_clock_that_was_corrected_later_counts_for_the_whole_journal(corrected: Path) -> None:
     def requests(window: Window) -> int:
-        return audit_paths([folder], window=window).totals.requests
+        return audit_paths([corrected], window=window).totals.requests
 
-    assert 2 == requests(Window(1.7e9 - 300))
-    assert 1 == requests(Window(1.7e9))
-    assert 1 == requests(Window(1.7e9 - 300, 1.7e9))
-    assert 0 == requests(Window(None, 1.7e9 - 300))
+    assert 2 == requests(Window(CORRECT - 300))
+    assert 1 == requests(Window(CORRECT))
+    assert 1 == requests(Window(CORRECT - 300, CORRECT))
+    assert 0 == requests(Window(None, CORRECT - 300))
+
+
+def test_what_is_listed_shown_and_kept_of_a_journal_has_the_corrected_clock(corrected: Path) -> None:
+    listed = facts(corrected)
+    assert CORRECT - 60 == listed.began_seconds
+    assert listed.until_seconds is not None and CORRECT < listed.until_seconds < CORRECT + 60
+    assert CORRECT - 60 == statement([corrected], "request-1").began_seconds
+
+    for query in ("SELECT epoch(min(added_time)) FROM requests", "SELECT epoch(min(time)) FROM activity"):
+        ((at,),) = ask([corrected], query).rows
+        assert CORRECT - 120 < at < CORRECT, query
 
 
 def segments_with(running: list[list[int]], folder: Path, level: str = "tokens") -> Path:
