@@ -97,6 +97,8 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
         end_wait(state, account)
     life = begin_life(state, account, event.local_tokens, event.external_tokens)
     life.asynchronous = event.asynchronous
+    if state.reported_admission == "last" and not (account.settled or account.incomplete):
+        account.reporting = life
     for cause, blocks in zip(causes.SAMPLED_MISSES, event.sampled_misses or (), strict=False):
         if blocks:
             add_tokens(account.sampled_misses, cause, blocks)

@@ -115,8 +115,7 @@ def _schedule(state: LedgerState) -> None:
                 life.own = state.at - life.began_at << UNIT
             if account.plan is None:
                 account.plan = (life.local, life.external)
-            before_output = not (account.settled or account.incomplete)
-            if account.reporting is None or (state.reported_admission == "last" and before_output):
+            if account.reporting is None:
                 account.reporting = life
         if account.lines is not None:
             note = f"scheduled (draft tokens: {drafts})" if drafts else "scheduled"

@@ -164,6 +164,17 @@ def test_the_last_admission_is_the_last_before_the_first_output():
 
 
 @near_miss("tokens/set-once")
+def test_the_last_admission_may_wait_for_its_load_when_the_first_output_arrives():
+    """0.20 to 0.25: a step in flight at the preemption brings the output after the next admission."""
+    stream = events(32, "A0+0 s32 P o+ F")
+    waits = Admitted(50, 0, 2, True, 28, 4, asynchronous=True, computed_tokens=32)
+    stream.insert([type(event) for event in stream].index(Delivered), waits)
+    stream = with_report(stream, report(32, 28, 4), output=0)
+
+    assert "tokens/set-once" not in violation_ids(stream, figures="last")
+
+
+@near_miss("tokens/set-once")
 def test_an_admission_whose_load_failed_completely_never_ran():
     stream = with_report(events(200, "A0+160 L0 A0+0 s200 o+ F"), report(200, 0, 0))
 
