@@ -14,13 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.audit.analysis.test_prefixes import Recording
-
 from kvledger.audit import events as ev
+from kvledger.audit import pool_calls
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -28,6 +26,8 @@ ENGINES = 100
 BLOCKS = 8_448
 EACH = 64
 """Blocks of a request."""
+SIZE = 16
+"""Tokens of a block."""
 
 NAMES = {False: "one", True: "own"}
 ENDS = {True: "stop", False: "kill"}
@@ -35,21 +35,36 @@ ROUNDS = 4
 """How often each block is used."""
 
 
+def request(number: int) -> Iterator[ev.Event]:
+    """A request that computes its prompt in one step, into the blocks that are next in the pool, and ends."""
+    at, step, tokens = 1000 * number, number + 1, EACH * SIZE
+    blocks = [1 + (number * EACH + each) % (BLOCKS - 1) for each in range(EACH)]
+    cached = [number, 0, tokens, EACH]
+    for each, block in enumerate(blocks, 1):
+        cached += [block, (number * EACH + each) << 20, each * SIZE]
+    yield ev.RequestAdded(at, number, f"r{number}", tokens)
+    yield ev.LookedUp(at, number, step, 0)
+    yield pool_calls.BlocksAllocated(at, step, 0, "allocate", [number, 0, EACH, *blocks])
+    yield ev.BlocksCached(at, step, 0, cached)
+    yield ev.Admitted(at, number, step, False, 0, 0, False, 0)
+    yield ev.Stepped(at, step, [number, tokens, 0, tokens], [number - 1] if number else [])
+    yield ev.Delivered(at + 1, [number, 1], [])
+    yield ev.Finished(at + 1, number, "length", tokens, 0, 0, tokens + 1, 1)
+    yield pool_calls.BlocksFreed(at + 1, step, 0, number, 0, "free", blocks[::-1], [0] * EACH)
+
+
 def write(folder: Path, number: int, model: str, *, stopped: bool) -> None:
-    """The journal of one engine that has ended; not ``stopped``: it was killed."""
-    recording = Recording(BLOCKS)
-    for request in range(ROUNDS * (BLOCKS - 1) // EACH):
-        blocks = [1 + (request * EACH + each) % (BLOCKS - 1) for each in range(EACH)]
-        recording.request([], [(block, (request * EACH + each) << 20) for each, block in enumerate(blocks)])
-        at = recording.events[-1].at
-        recording.events.append(ev.Finished(at, request, "stop", EACH * 16, 0, 0, -1, -1))
+    """The journal of one engine that has ended; not ``stopped``: it was killed. Its audit is clean."""
+    seen = ev.PoolSeen(0, 0, 0, BLOCKS, 0, BLOCKS - 1, 0, [0, SIZE, 2])
+    requests = range(ROUNDS * (BLOCKS - 1) // EACH)
+    served = [event for each in requests for event in request(each)]
     writer = JournalWriter(folder / f"engine-{number:08d}-{number}-0")
     writer.rotate()
-    settings: dict[str, ev.Setting] = {"model": model, "block_size": 16, "blocks": BLOCKS}
+    settings: dict[str, ev.Setting] = {"model": model, "block_size": SIZE, "blocks": BLOCKS}
     started = ev.EngineStarted(0, time.time(), "vllm", "0.32.0", "v1", "blocks", number, settings)
-    writer.write([started, ev.Snapshot(0, 0, [], 0), *recording.events])
+    writer.write([started, ev.Snapshot(0, 0, [], 0), seen, *served])
     if stopped:
-        writer.write([ev.EngineStopped(recording.events[-1].at, "shutdown")])
+        writer.write([ev.EngineStopped(served[-1].at, "shutdown")])
         writer.close()
     else:
         writer.abandon()

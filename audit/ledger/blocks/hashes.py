@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
 from ... import events as ev
 from ...causes import EVICTED, RESET
 from ..statements import RemovedRange
@@ -23,15 +21,18 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     for named, group, tokens, blocks, hash_ids, ends in event.calls():
         if not blocks:
             _forget_hashes(holdings, pool)
+        request, sequence_tokens, who = named, tokens, holdings.holder(TABLE, named, group)
         for block, hash_id, end in zip(blocks, hash_ids, ends, strict=True):
-            request, sequence_tokens = named, tokens
             if named < 0:
                 request = _sole_writer(holdings, pool, block)
                 sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
-            done = holdings.operation(event, "cached", "cache_blocks", request, group)
-            operation = replace(done, what=f"cached {hash_text(hash_id)} up to {end}")
+                who = holdings.holder(TABLE, request, group)
+            what, whose = f"cached {hash_text(hash_id)} up to {end}", who.request_id
+            operation = Operation(
+                event.step, event.at, what, "cache_blocks", whose, who.life, group, event.stack
+            )
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
-            whose, covered = done.request_id, pool.ends.setdefault(hash_id, end)
+            covered = pool.ends.setdefault(hash_id, end)
             if covered != end:
                 holdings.report_cached(HASHED_OTHERWISE, whose, event.pool, block, end, covered, request)
             elif end > sequence_tokens >= 0:

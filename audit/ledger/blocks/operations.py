@@ -44,7 +44,7 @@ def _allocate(
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        evicted = ", ".join(hash_text(hash_id) for hash_id in record.hash_ids)
+        evicted = ", ".join(map(hash_text, record.hash_ids))
         holdings.drop_hashes(pool, record, event.step, EVICTED)
         record.has_hash = 0
         remember(record, replace(done, what=f"allocated, evicting {evicted}") if evicted else done)
@@ -99,12 +99,15 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
         if block == pool.null_block:
             continue
         record = holdings.record(pool, block)
-        earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
-        remember(record, done)
         released = _release(holdings, event, block, record)
         if released is not None:
+            remember(record, done)
             windows.freed(holdings, event, pool, block, record, released)
-        elif record.holders_known:
+            counts[block] = references
+            continue
+        earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
+        remember(record, done)
+        if record.holders_known:
             stray = StrayFree(event.pool, block, done, earlier, references, holdings.story(event.pool, block))
             holdings.report(stray, event.request)
             record.holders_known = False  # until the engine reports the block's count
@@ -119,21 +122,20 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
 def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, record: Block) -> Holder | None:
     """Remove the reference that was freed; None if the block has no such holder."""
     if event.request >= 0:
-        fits = [
-            h
-            for h in record.holders
-            if h.request == event.request and h.kind == TABLE and event.group in (h.group, UNKNOWN)
-        ]
-    else:
-        order = {
-            "_drain_deferred_frees": (DEFERRED, COPY, PIN),
-            "_free_cow_retained_blocks": (COPY, PIN),
-        }.get(event.by, (PIN, COPY, DEFERRED))
-        fits = [h for kind in order for h in record.holders if h.kind == kind]
-    if not fits:
+        for held in record.holders:
+            fits = held.request == event.request and held.kind == TABLE
+            if fits and event.group in (held.group, UNKNOWN):
+                holdings.remove_holder(event.pool, block, record, held)
+                return held
         return None
-    holdings.remove_holder(event.pool, block, record, fits[0])
-    return fits[0]
+    order = {
+        "_drain_deferred_frees": (DEFERRED, COPY, PIN),
+        "_free_cow_retained_blocks": (COPY, PIN),
+    }.get(event.by, (PIN, COPY, DEFERRED))
+    released = next((held for kind in order for held in record.holders if held.kind == kind), None)
+    if released is not None:
+        holdings.remove_holder(event.pool, block, record, released)
+    return released
 
 
 def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
