@@ -117,7 +117,8 @@ def test_groups_are_of_the_same_reading_and_equal_those_of_summary(
     begin = Reader.__init__
 
     def count(self: Reader, path: Path, start: Position | None = None) -> None:
-        read.append(path)
+        if start is None:  # else only the engine's newest description is read
+            read.append(path)
         begin(self, path, start)
 
     monkeypatch.setattr(Reader, "__init__", count)
