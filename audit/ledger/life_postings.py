@@ -276,7 +276,7 @@ def _extended(state: LedgerState, event: ev.Extended) -> None:
         settle(state, account)
     unreported(state, account)
     account.positions.truncate(event.computed_tokens)
-    account.carried = event.computed_tokens
+    account.carried = min(event.computed_tokens, event.prompt_tokens)  # of an overcounted turn, all of it
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
     account.settled = account.incomplete = False
     account.reports = 0

@@ -772,6 +772,13 @@ def test_a_chunk_that_begins_below_the_computed_count_is_found():
     assert "the first 2 tokens of the next chunk are never computed" in violation.message
 
 
+def test_a_turn_that_is_counted_beyond_the_next_prompt_leaves_no_new_tokens():
+    stream = altered(events(200, TURNS), Extended, prompt_tokens=150, turn_tokens=140)
+    ids = {violation.id for violation in audited(stream).violations}
+
+    assert "tokens/turn-overcounted" in ids and "tokens/source-sum" not in ids
+
+
 @near_miss("tokens/turn-overcounted")
 @pytest.mark.parametrize("above", [0, 1])
 def test_a_chunk_that_begins_at_or_above_the_computed_count_is_clean(above: int):
