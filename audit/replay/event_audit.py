@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ..causes import BEGAN_BEFORE, UNKNOWN
 from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Invariant, Violation
-from ..events import EngineRaised, Event, HookFailed
+from ..events import EngineRaised, EngineStarted, Event, HookFailed
 from ..figures.sums import add_tokens
 from ..journal.host_folders import engine_name
 from ..ledger.account import Account
@@ -173,6 +173,10 @@ class EventAudit(Observed):
             newest = last_start(self.path) if self.NEWEST_CLOCK else None
             self._clock = newest.began_seconds if newest else None
         return self._clock
+
+    def take_clock(self, newest: EngineStarted) -> None:
+        """Count the journal's times by a newer description of the engine."""
+        self._clock = newest.began_seconds
 
     def _counts(self, account: Account) -> bool:
         return self.window.has(account, self.began_seconds)
