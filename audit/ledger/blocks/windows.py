@@ -66,6 +66,8 @@ def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
     account = holdings.accounts.get(event.request)
     if account is None or account.life is None:
         return
+    if any(times > 1 for times in holdings.held.get(event.request, {}).values()):
+        return  # a block is in two of its tables, so whose part of them it fills is not known
     life, lacks = account.life, holdings.lives.get(event.request)
     filled = set(lacks.blocks) if lacks is not None else set()
     for number, pool in holdings.pools.items():
