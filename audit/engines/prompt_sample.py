@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+from ..causes import SAMPLED_MISSES
+
 MASK = 15
 """A content is in the sample if these bits of its hash are 0."""
 
 MOST = 32_768
 """Contents that are remembered, those used last. Others count as never seen."""
+
+NEVER_SEEN, EVICTED, RESET, BEING_COMPUTED = range(len(SAMPLED_MISSES))
+"""The places of the causes in the counts."""
 
 KEY = slice(1, 9)
 """The bytes of a hash by which a content is remembered."""
@@ -43,11 +48,11 @@ class PromptSample:
         """How often the prefix cache was reset."""
 
     def admitted(self, request: Any, hit: int) -> list[int] | None:
-        """Blocks beyond the hit, of those that a hit can cover: never seen, evicted, reset, being computed.
+        """How many blocks a hit could have covered and did not, by what became of their contents before.
 
         ``hit``: tokens that need not be computed. None: no such block is in the sample.
         """
-        counts = [0, 0, 0, 0]
+        counts = [0] * len(SAMPLED_MISSES)
         prompt = request.num_prompt_tokens
         for place, key in self._sampled(request, 0, prompt // self._size):
             end = (place + 1) * self._size
@@ -79,11 +84,11 @@ class PromptSample:
         """What became of a content before, as a place in the counts."""
         seen = self._seen.get(key)
         if seen is None:
-            return 0
+            return NEVER_SEEN
         user = self._requests.get(seen.request_id)
         if user is not None and user.num_computed_tokens < seen.end:
-            return 3
-        return 2 if seen.resets < self._resets else 1
+            return BEING_COMPUTED
+        return RESET if seen.resets < self._resets else EVICTED
 
     def _use(self, key: bytes, request: Any, end: int) -> None:
         self._seen[key] = Seen(request.request_id, end, self._resets)

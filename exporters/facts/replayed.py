@@ -42,7 +42,7 @@ from .kept import (
     usable,
     whole_minutes,
 )
-from .rows import cause_rows, chunk_rows, difference_rows, finding_row, head, request_row
+from .rows import cause_rows, chunk_rows, difference_rows, finding_rows, head, request_row
 from .schema import TABLES, Row
 from .tables import Files, KeptRows
 from .window import begin_window
@@ -161,7 +161,7 @@ class RowCollector:
     def found(self, findings: Sequence[Violation]) -> None:
         """Add findings."""
         if findings:
-            self.sink("findings", [finding_row(self._audit, self.journal, one) for one in findings])
+            self.sink("findings", finding_rows(self._audit, self.journal, findings))
 
     def end(self) -> None:
         """Add the rows of the activity, and leave the audit."""
@@ -295,7 +295,7 @@ def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
         return None
     tables = {name: [file for span in spans for file in span.tables[name]] for name in TABLES}
     memory = InMemory()
-    memory.add("findings", [finding_row(audit, journal_name(audit.path), one) for one in audit.violations])
+    memory.add("findings", finding_rows(audit, journal_name(audit.path), audit.violations))
     tables["findings"] += memory.files()["findings"]
     return _result(audit, tables, spans[0].wanted)
 

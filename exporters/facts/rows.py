@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import astuple
@@ -186,8 +186,12 @@ def difference_rows(head: Head, account: Account) -> Iterator[Row]:
             yield (*of_request, step, cause, *astuple(difference.figures))
 
 
-def finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:
-    """The row of ``findings``, when it was first seen."""
+def finding_rows(audit: EngineAudit, journal: str, found: Sequence[Violation]) -> list[Row]:
+    """The rows of ``findings``, each when it was first seen."""
+    return [_finding_row(audit, journal, one) for one in found]
+
+
+def _finding_row(audit: EngineAudit, journal: str, found: Violation) -> Row:
     return (
         audit.name,
         journal,

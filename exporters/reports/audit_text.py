@@ -260,10 +260,11 @@ def findings(
     for id, group in by_id.items():
         style = "bold red" if group[0].severity == "violation" else "bold yellow"
         total = totals.get(id)
-        count = f"  {_group_size(group, total)}" if len(group) > 1 or (total and total.is_cut) else ""
+        sizes = [_group_size(group, total)] if len(group) > 1 or (total and total.is_cut) else []
         if total is not None and total.tokens and total.severity == "violation":
-            count = f"{count}{',' if count else ' '} {counted(total.tokens, 'token')}"
-        parts.append(indented(Text.assemble((group[0].severity, style), "  ", (id, "bold"), count)))
+            sizes.append(counted(total.tokens, "token"))
+        heading = Text.assemble((group[0].severity, style), "  ", (id, "bold"))
+        parts.append(indented(heading.append(f"  {', '.join(sizes)}" if sizes else "")))
         if group[0].severity == "drift" and not drifts:
             continue
         parts += [indented(_finding(finding), 4) for finding in group[:most]]

@@ -23,7 +23,7 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ..facts.hours import HOURLY
 from ..facts.questions import QUESTIONS
 from ..facts.replayed import RowCollector, Wanted
-from ..facts.rows import finding_row
+from ..facts.rows import finding_rows
 from ..facts.schema import ENGINE, ENGINES, REQUEST_ID, Column, Row, Rows, Value
 from ..facts.schema import TABLES as FACT_TABLES
 from .block_rows import BlockRows
@@ -185,9 +185,7 @@ class _Trace:
         if self._block_rows is not None:
             yield from self._blocks(*self._block_rows.finish())
         if "findings" in self._wanted:
-            found = [
-                finding_row(engine_audit, self._collector.journal, one) for one in engine_audit.violations
-            ]
+            found = finding_rows(engine_audit, self._collector.journal, engine_audit.violations)
             if found:
                 yield "findings", found
 
