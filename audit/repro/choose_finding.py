@@ -41,6 +41,10 @@ LEAD_US = 60_000_000
 PART_BYTES = 8 << 20
 """The least size of a part. Reading a smaller journal takes less time than starting processes."""
 
+READ_ON = 1
+"""How many times its own length a part reads on for requests that are open at its end. A request that is open
+for longer has no finding in any part."""
+
 
 class Seen(msgspec.Struct, frozen=True):
     """A finding in a journal, and where it is: ``number`` of its event, ``segment`` to read from."""
@@ -223,7 +227,7 @@ class _AuditedPart:
         """Whether the requests of the part have ended, or as much as the part was read again."""
         part = self._part
         assert part.first is not None and part.last is not None and self._left is not None
-        if batch.start.segment > 2 * part.last - part.first + 1:
+        if batch.start.segment > part.last + READ_ON * (part.last - part.first + 1):
             return True
         open_now = (account.request_id for account in self._auditor.ledger.living.values())
         return self._left.isdisjoint(open_now)

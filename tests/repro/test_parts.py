@@ -46,8 +46,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a segment or two, audited in this process."""
+    """Parts of a segment or two, audited in this process until their requests have ended."""
     monkeypatch.setattr(choose_finding, "PART_BYTES", 6 << 10)
+    # Segments are cut by time too, so a slow machine has more of them.
+    monkeypatch.setattr(choose_finding, "READ_ON", 1000)
     monkeypatch.setattr(choose_finding, "cores", lambda: 1)
 
 
@@ -81,6 +83,14 @@ def test_one_part_has_the_finding_whichever_segments_begin_a_part(found: Found, 
         assert 1 == len(owners)
         assert owners[0].first is not None and owners[0].last is not None
         assert owners[0].first <= seen.segment <= owners[0].last
+
+
+def test_a_request_that_is_open_for_longer_than_a_part_reads_on_is_searched_from_the_beginning(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(choose_finding, "READ_ON", -1)
+
+    assert choose(found.folder, FINDING, None) == found.first(FINDING)
 
 
 def test_a_finding_that_no_part_has_is_searched_from_the_beginning(
