@@ -1,27 +1,32 @@
 """kvledger: a double-entry ledger for the KV-cache tokens of a serving engine.
 
-Only the version, `attach`, `Audit` and the IPython extension live here; importing this module imports nothing
-else.
+Only the version, `attach`, `mark_weights`, `Audit` and the IPython extension live here; importing this module
+imports nothing else.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .audit.engines.weights_watch import mark_weights
     from .audit.entry.attach import attach
 
 __version__ = "0.1.0"
 
-__all__ = ["Audit", "__version__", "attach"]
+__all__ = ["Audit", "__version__", "attach", "mark_weights"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `attach` or `Audit` at its first use, so that `import kvledger` stays light."""
+    """Import `attach`, `mark_weights` or `Audit` at its first use, so that `import kvledger` stays light."""
     if name == "attach":
         from .audit.entry.attach import LiveAudit, attach
 
         LiveAudit.open_journal = _open_journal
         return attach
+    if name == "mark_weights":
+        from .audit.engines.weights_watch import mark_weights
+
+        return mark_weights
     if name == "Audit":
         return _audit_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

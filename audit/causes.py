@@ -153,6 +153,21 @@ DECODE_OTHERS = "decode_others"
 DECODE_PARTS = dict(zip((DECODE_OWN, DECODE_OTHERS), PREFILL_PARTS.values(), strict=True))
 """What the cause ``decode`` consists of."""
 
+# --- how much older the weights are that KV was made with -----------------------------------------------
+
+ONE_OLDER = "one_version"
+TWO_OLDER = "two_versions"
+MORE_OLDER = "more_versions"
+AGE_UNKNOWN = "age_not_known"
+
+OLDER = {
+    ONE_OLDER: "one version older",
+    TWO_OLDER: "two versions older",
+    MORE_OLDER: "three or more versions older",
+    AGE_UNKNOWN: "how much older is not known",
+}
+"""How many versions older than the weights of a request the oldest weights are in the chain of its KV."""
+
 # --- how requests end ---------------------------------------------------------------------------
 
 ENGINE_ENDED = "engine_ended"

@@ -456,6 +456,36 @@ class Finished(Event, frozen=True, array_like=True, tag=21):
     output_tokens: int
 
 
+# --- weights ------------------------------------------------------------------------------------------
+
+DECLARED, POSSIBLE, DETECTED, LABELLED = "declared", "possible", "detected", "labelled"
+"""Kinds of :class:`WeightsChanged`: the purpose of the call is to change weights; the call may have changed
+them; a digest of the weights differs from the last one; only the caller's label changed."""
+
+
+class WeightsChanged(Event, frozen=True, array_like=True, tag=47):
+    """The weights of the model changed, or those of a LoRA adapter, or a call may have changed them.
+
+    ``version`` is the number of the last change, from 1. Changes with no step between them have one number.
+    ``by``: the engine's method, ``mark_weights`` or ``digest``. ``kind``: one of :data:`DECLARED` to
+    :data:`LABELLED`. ``equal``: by a digest, all weights are those of before the call; None: not known.
+    ``label`` is the caller's name of the new weights, ``adapter`` the adapter's name (empty: the model).
+    """
+
+    step: int
+    version: int
+    by: str
+    kind: str
+    label: str = ""
+    adapter: str = ""
+    equal: bool | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the engine computes with other weights from here on, as far as known."""
+        return self.equal is not True and self.kind in (DECLARED, DETECTED)
+
+
 # --- census and snapshot ----------------------------------------------------------------------------
 
 
@@ -508,12 +538,14 @@ class Snapshot(Event, frozen=True, array_like=True, tag=23):
     """All open requests, so that a reader may begin here. Second event of every segment.
 
     The next :class:`Stepped` writes every request. ``undelivered_steps``: how many steps before this snapshot
-    still await their output.
+    still await their output. ``weights``: the number of the last change of weights, by adapter and of the
+    model ("").
     """
 
     step: int
     rows: list[SnapshotRow]
     undelivered_steps: StepsInFlight
+    weights: dict[str, int] = {}
 
 
 # --- lookups that outlive their step ------------------------------------------------------------------
@@ -1003,6 +1035,7 @@ EmittedEvent = (
     | CacheReset
     | Extended
     | Finished
+    | WeightsChanged
     | Census
     | Snapshot
     | LookupKept

@@ -15,6 +15,7 @@ from . import (
     prompt_drifts,
     requests,
     tokens,
+    weights,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "prompt_drifts",
     "requests",
     "tokens",
+    "weights",
 ]

@@ -25,6 +25,10 @@ RESET_INDEX = (
     "Reset the prefix cache (POST /reset_prefix_cache): the engine publishes that all blocks are cleared, "
     "and routers begin their index again."
 )
+RESET_AFTER_CHANGE = (
+    "Reset the prefix cache after each change of weights (POST /reset_prefix_cache, or "
+    "LLM.reset_prefix_cache()) and look at what it returns; clear the store of a connector too."
+)
 NOTHING = ""
 """No KV is wrong: only a figure is."""
 
@@ -88,6 +92,15 @@ CONTENTS = Kind(
     "that read it may be wrong.",
     EVICT_BLOCKS,
 )
+WEIGHTS = Kind(
+    "weights of KV",
+    "blocks",
+    "KvledgerWeightsStale",
+    "reads KV of older weights",
+    "Requests read KV that was computed before the weights changed: answers and log-probabilities are those "
+    "of no model, and a trainer that learns from them drifts.",
+    RESET_AFTER_CHANGE,
+)
 EVENTS = Kind(
     "KV events",
     "blocks",
@@ -105,6 +118,7 @@ FAMILIES: dict[str, Kind] = {
     "connector": LOADS,
     "metrics": COUNTS,
     "content": CONTENTS,
+    "weights": WEIGHTS,
     "events": EVENTS,
 }
 """The families of invariants, in the order of the page, and the kind of each."""

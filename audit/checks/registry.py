@@ -72,6 +72,8 @@ VLLM_44409 = _vllm(44409, "pull")
 VLLM_44701 = _vllm(44701)
 VLLM_45357 = _vllm(45357)
 VLLM_45704 = _vllm(45704)
+VLLM_42695 = _vllm(42695)
+VLLM_46125 = _vllm(46125)
 VLLM_46898 = _vllm(46898)
 VLLM_47136 = _vllm(47136)
 VLLM_48245 = _vllm(48245)
@@ -97,6 +99,9 @@ LMCACHE_2961 = _lmcache(2961)
 LMCACHE_3269 = _lmcache(3269)
 LMCACHE_4247 = _lmcache(4247)
 LMCACHE_4463 = _lmcache(4463)
+NEMO_RL_4018 = Reference("NeMo-RL#4018", "https://github.com/NVIDIA-NeMo/RL/issues/4018")
+VERL_6523 = Reference("verl#6523", "https://github.com/volcengine/verl/issues/6523")
+PRIME_RL_1650 = Reference("prime-rl#1650", "https://github.com/PrimeIntellect-ai/prime-rl/issues/1650")
 
 
 Figure = int | str | list[int]

@@ -24,6 +24,7 @@ from .pool.isolation import IsolationClasses
 from .pool.pool_watch import PoolWatch
 from .request_labels import LabelReader, group_pattern
 from .step_log import Sink, StepLog
+from .weights_watch import WeightsWatch
 
 logger = logging.getLogger("vllm.kvledger")
 """Below vLLM's own logger, so that operators see its lines among the engine's."""
@@ -84,6 +85,9 @@ class Observer:
         """Reads the labels of requests."""
         self.log = StepLog(sink)
         """Every part emits its events here."""
+        step = functools.partial(getattr, self, "step")  # no Python frame runs
+        self.weights = WeightsWatch(scheduler, self.log, step, self._hook_failed)
+        """Observes the changes of the weights."""
         self.step = 0
         """Number of the last step that the scheduler began, from 1."""
         self.resync = False
@@ -143,6 +147,7 @@ class Observer:
             self._last_look()
         if self.connector is not None:
             self.connector.remove()
+        self.weights.remove()
         if self.worker is not None:
             self.worker.remove()
         if self.content is not None:
@@ -216,7 +221,8 @@ class Observer:
             process_id=os.getpid(),
             configuration=self.configuration() | self.instance | self._hash_key(),
         )
-        self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered))
+        weights = dict(self.weights.versions)
+        self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered, weights))
         self._last_census = self.step, now
         if self.pools is not None:
             self.pools.begin_segment()

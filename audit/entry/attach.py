@@ -33,8 +33,10 @@ from ..figures.totals import Totals
 from ..hooks import EngineMismatch
 from ..journal.memory_recorder import MemoryRecorder
 from ..journal.writer import JournalWriter, Limits
+from ..ledger.account import Account
 from ..ledger.ledger import Ledger
 from ..ledger.statements import AccountStatement
+from ..ledger.weights_of_requests import WeightsUsed, weights_used
 from ..pool_calls import AnyEvent
 from ..release_semantics import release
 from ..replay.find import pick_request
@@ -71,6 +73,7 @@ class LiveAudit:
         )
         """The hooks on the scheduler."""
         self._observer.start(self._boundary if strict else None)
+        self._observer.weights.start(worker)
         if isinstance(self._observer, V1Observer):
             self._observer.watch_worker()
             if level == "content":
@@ -129,10 +132,20 @@ class LiveAudit:
         That is the engine's id, the id of the response, its ``X-Request-Id``, or a trace id. Raises
         LedgerError if no observed request has that name, or several have, as the samples of a call.
         """
+        return self._account(request_id).freeze()
+
+    def _account(self, request_id: str) -> Account:
         accounts = list(self.ledger.accounts())
         hints = [account.request_id for account in accounts]
         suffixed = has_random_suffix(release(host_version()))
-        return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed).freeze()
+        return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed)
+
+    def weights(self, request_id: str) -> WeightsUsed:
+        """Under which weights the tokens of one request were computed, and which outputs are suspect.
+
+        The request is named as for :meth:`account`.
+        """
+        return weights_used(self._account(request_id))
 
     def save(self, folder: str | Path) -> None:
         """Write the events so far as a journal, for every command. Raises LedgerError.

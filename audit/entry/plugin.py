@@ -88,6 +88,7 @@ def _install() -> None:
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
     _observe_workers()
+    _note_workers()
     if os.environ.get("KVLEDGER_LEVEL") == "content":
         from .content_plugin import observe_contents_of_workers
 
@@ -118,6 +119,23 @@ def _observe_workers() -> None:
         return connector
 
     factory.create_connector = create_connector
+
+
+def _note_workers() -> None:
+    """Note the workers that this process makes: their models load weights."""
+    from ..engines.vllm_classes import worker_wrapper
+    from ..engines.weights_watch import worker_made
+
+    wrapper = worker_wrapper()
+    original = wrapper.initialize_from_config
+
+    @functools.wraps(original)
+    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        worker_made(self.worker)
+        return result
+
+    wrapper.initialize_from_config = initialize_from_config
 
 
 def observe_worker(connector: Any, config: Any) -> object | None:
@@ -192,6 +210,7 @@ def observe(scheduler: Any) -> object | None:
         observer.instance = instance()
         observer.on_stopped = _log_end
         observer.start()
+        observer.weights.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
         engine_end.end_before_shutdown(scheduler, observer)
         vllm_logger.info(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
+from ..ledger.weights_of_requests import outputs_of, suspect_of
 from .figure import MICROSECONDS, Counter, Figure, Histogram, Item, Settled, Slot
 
 OTHER = "other"
@@ -368,6 +369,69 @@ FIGURES: tuple[Figure, ...] = (
                 "external_voided",
                 "External tokens",
                 "External tokens that were promised and failed or were cancelled, by cause.",
+            ),
+        ),
+    ),
+    # the weights that KV was computed under, once they have changed
+    Figure(
+        "outputs",
+        "output tokens, without those past a stop",
+        outputs_of,
+        counters=_alone("output", "Weights", "Output tokens, without those past a stop."),
+    ),
+    Figure(
+        "suspect_outputs",
+        "of these, tokens of steps that read KV of older weights",
+        suspect_of,
+        causes=tuple(causes.OLDER),
+        part_of="outputs",
+        counters=(
+            _by_cause(
+                "suspect_output",
+                "Weights",
+                "Output tokens of steps that read KV of older weights, by how much older.",
+            ),
+        ),
+    ),
+    Figure(
+        "hits",
+        "local hits of all lives",
+        lambda account: sum(max(0, life.local) for life in account.lives),
+        counters=_alone("hit", "Weights", "Local hits of all admissions."),
+    ),
+    Figure(
+        "older_hits",
+        "of these, hits on KV of older weights",
+        Slot("older_hits"),
+        causes=tuple(causes.OLDER),
+        part_of="hits",
+        counters=(
+            _by_cause("older_hit", "Weights", "Local hits on KV of older weights, by how much older."),
+        ),
+    ),
+    Figure(
+        "older_loads",
+        "promised tokens with KV of older weights",
+        Slot("older_loads"),
+        causes=tuple(causes.OLDER),
+        counters=(
+            _by_cause(
+                "older_load",
+                "Weights",
+                "Promised external tokens with KV of older weights, by how old.",
+            ),
+        ),
+    ),
+    Figure(
+        "older_prompt",
+        "settled prompt tokens with KV of older weights",
+        Slot("older_prompt"),
+        causes=tuple(causes.OLDER),
+        counters=(
+            _by_cause(
+                "older_prompt",
+                "Weights",
+                "Settled prompt tokens with KV of older weights, by how old.",
             ),
         ),
     ),

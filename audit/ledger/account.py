@@ -14,6 +14,7 @@ from ..events import RequestLabels
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
 from .statements import AccountStatement, Line, RemovedRange, Settlement
+from .weights import Sampled
 
 
 class Account:
@@ -55,8 +56,12 @@ class Account:
         "lost",
         "max_tokens",
         "more_blocks_percent",
+        "older_hits",
+        "older_loads",
+        "older_prompt",
         "outcome",
         "output_time",
+        "outputs",
         "overrun",
         "plan",
         "pooling",
@@ -78,6 +83,7 @@ class Account:
         "resumable",
         "rework",
         "sampled",
+        "sampled_by",
         "sampled_misses",
         "saved_tokens",
         "scheduled",
@@ -87,6 +93,7 @@ class Account:
         "stale_drafts",
         "steady_delivered",
         "steady_scheduled",
+        "suspect_outputs",
         "suspense",
         "traceparent",
         "transferred",
@@ -219,6 +226,18 @@ class Account:
         """External tokens that failed or were cancelled, by cause."""
         self.sampled_misses: dict[str, int] = {}
         """Of one in sixteen contents, blocks that the first hit did not cover, by what became of each."""
+        self.outputs = 0
+        """Output tokens of the turns of a session that have ended, and of a request that has."""
+        self.suspect_outputs: dict[str, int] = {}
+        """Those of them whose step read KV of older weights, by how much older."""
+        self.sampled_by: list[Sampled] = []
+        """Under which weights the outputs were sampled, by position; empty: before the first change."""
+        self.older_hits: dict[str, int] = {}
+        """Local hits of all lives on KV of older weights, by how much older."""
+        self.older_loads: dict[str, int] = {}
+        """External tokens promised in all lives with KV of older weights, by how much older."""
+        self.older_prompt: dict[str, int] = {}
+        """Settled prompt tokens with KV of older weights, by how much older."""
         self.discarded: dict[str, int] = {}
         """Computed tokens at the end of each life, by the cause of the end."""
         self.saved_tokens = 0

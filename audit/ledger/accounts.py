@@ -14,6 +14,8 @@ from .life import Life
 from .position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from .statements import Line, Settlement
 from .unchanged_steps import activate, open_accounts
+from .weights import extend
+from .weights_of_requests import adapter_of, settle_weights
 
 
 def open_account(
@@ -115,6 +117,9 @@ def roll_back(
     account.computed = start
     if account.life is not None:
         add_tokens(account.life.rolled_back, cause, tokens)
+        if account.life.made:
+            now = state.weights.of(adapter_of(account))
+            extend(account.life.made, start, now, now)  # they are computed again, under the present weights
     add_line(state, account, f"rolled back: {causes.loss(cause)}", debit=tokens)
 
 
@@ -158,6 +163,8 @@ def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None
     )
     account.settled = True
     account.settlements.append(settlement)
+    if state.weights.version:
+        settle_weights(state.weights, account)
     state.entries.append(Entry(state.number, state.step, state.at, settlement, account))
     if account.lines is not None:
         figures = ", ".join(f"{n} {source}" for source, n in tally.items() if n)

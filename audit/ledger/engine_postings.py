@@ -14,6 +14,8 @@ from .load_postings import enter_overdue
 from .progress import enter_no_progress
 from .stalls import enter_misqueued, enter_stalled
 from .unchanged_steps import activate_all, catch_up
+from .weights import UNKNOWN
+from .weights_postings import take_versions
 
 NAME_LENGTH = 80
 """Characters kept of the names of an exception and of the method that it left."""
@@ -84,6 +86,7 @@ def forget(state: LedgerState, reason: str) -> None:
     state.lookups_unsure = True
     state.queue.set(causes.QUEUED_UNKNOWN, state.at)
     state.blocks.forget()
+    state.weights.cached_since = UNKNOWN
     state.transfers.forget()
 
 
@@ -107,6 +110,7 @@ def _snapshot(state: LedgerState, event: ev.Snapshot) -> None:
     """A reader already in sync checks the snapshot like a census; a new reader starts from it."""
     state.step = event.step
     activate_all(state)
+    take_versions(state, event)
     begins_here = state.lost_track is not None or not (state.undelivered or state.last_step)
     rotated = state.lost_track == causes.BEGAN_BEFORE
     state.last_step = {}
@@ -177,7 +181,6 @@ OBSERVATION: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.Census: _census,
     ev.Snapshot: _snapshot,
     ev.LeftWaiting: _left_waiting,
-    ev.CacheReset: _note,
     ev.LookupKept: _note,
     ev.Tracked: _note,
     ev.ChildMatched: _note,

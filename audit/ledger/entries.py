@@ -91,6 +91,45 @@ class Handover(NamedTuple):
     unloaded: int = 0
 
 
+class StaleKV(NamedTuple):
+    """Tokens that a life hit, or is to load, whose chain is of older weights than the request runs under.
+
+    ``source``: ``hit`` or ``load``. ``start`` is the first of the positions, ``oldest`` the oldest version,
+    ``version`` that of the request. ``writer`` wrote the first of the blocks; empty: not known.
+    """
+
+    source: str
+    tokens: int
+    start: int
+    oldest: int
+    version: int
+    writer: str
+
+
+class OlderOutputs(NamedTuple):
+    """Output tokens of a request that ended, sampled over its own KV of older weights.
+
+    ``oldest`` is the oldest version in the chain, ``version`` that of the last of the steps.
+    """
+
+    tokens: int
+    oldest: int
+    version: int
+
+
+class ResetRefused(NamedTuple):
+    """The engine refused to reset the prefix cache after a change of weights, in ``step``, and a request hit.
+
+    ``running``: the caller also asked to reset the requests that run. ``tokens`` are those of the first hit
+    since then.
+    """
+
+    step: int
+    running: bool
+    version: int
+    tokens: int
+
+
 class Stalled(NamedTuple):
     """A request that none of the last ``steps`` steps scheduled, in ``seconds``, while others ran.
 
@@ -379,6 +418,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | Overdue
         | Handover
         | FailedBlocksKept
+        | StaleKV
+        | OlderOutputs
+        | ResetRefused
         | Stalled
         | StoodStill
         | Misqueued

@@ -28,6 +28,7 @@ from .statements import AccountStatement
 from .steps import STEPS
 from .transfer_fingerprints import CUSTODY, follow_waiting
 from .unchanged_steps import activate_all, open_accounts
+from .weights_postings import WEIGHTS, admitted
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:
@@ -50,6 +51,7 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     **LIVES,
     **LOADS,
     **STEPS,
+    **WEIGHTS,
     **CONTENTS,
     **CUSTODY,
     **RECOMPUTED,
@@ -88,6 +90,8 @@ class Ledger(LedgerState):
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
+        if self.weights.version and kind is ev.Admitted:
+            admitted(self, event)  # type: ignore[arg-type]
         return self.entries
 
     def scheduled(self, request: int) -> tuple[int, int] | None:

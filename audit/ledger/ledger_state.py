@@ -20,6 +20,7 @@ from .step_clock import StepClock
 from .sums import LedgerSums
 from .transfer_fingerprint_state import CustodyState
 from .transfers import WorkerTransfers
+from .weights import Weights
 
 ScheduledRow = tuple[Account, int, int]
 """One request's part of a step: account, scheduled tokens, draft tokens among them."""
@@ -123,7 +124,9 @@ class LedgerState:
         self.reported_admission = "first"
         """Whose hits the engine reports: of the ``first`` admission, the ``last``, or ``mixed``."""
 
-        self.blocks = BlockLedger()
+        self.weights = Weights()
+        """The versions of the weights."""
+        self.blocks = BlockLedger(self.weights)
         """The ledger of blocks."""
         self.contents = ContentState()
         """What workers found out about the contents of blocks."""

@@ -7,12 +7,13 @@ account that holds the lives is in ``account.py``, and the posting functions wri
 from __future__ import annotations
 
 from .statements import LifeStatement
+from .weights import Made
 
 
 class InFlight:
     """One request's tokens of a scheduled step whose output has not come."""
 
-    __slots__ = ("drafts", "invalid_from", "life", "overrun", "posted", "start", "tokens")
+    __slots__ = ("drafts", "invalid_from", "life", "overrun", "posted", "start", "tokens", "weights")
 
     def __init__(self, start: int, tokens: int, drafts: int, life: Life) -> None:
         self.start = start
@@ -29,6 +30,9 @@ class InFlight:
         """First position that is not valid because a load failed; -1: all are valid."""
         self.posted = 0
         """How many of the tokens, from the first on, were posted as work before the output came."""
+        self.weights: tuple[int, int] | None = None
+        """The version of the step's weights, and the oldest one in the chain of the KV that it reads; None:
+        the weights have not changed since the step."""
 
 
 class Life:
@@ -50,6 +54,7 @@ class Life:
         "load_ended_at",
         "loaded",
         "local",
+        "made",
         "missing_blocks",
         "number",
         "output_at",
@@ -119,6 +124,8 @@ class Life:
         """Its tokens in the present step."""
         self.shared_to = 0
         """The reading of the step clock up to which ``own`` is added."""
+        self.made: list[Made] = []
+        """The weights that its KV was made with, by position; empty: those before the first change."""
         self.delivered = False
         """Whether the output of such a step has come."""
         self.began_at = 0

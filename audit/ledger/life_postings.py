@@ -38,6 +38,8 @@ from .load_postings import cancel_in_flight, load_before_hit, lose_external
 from .position_ranges import LOCAL
 from .step_clock import decode_parts, share
 from .token_times import DECODE_PLACE, output_time
+from .weights_of_requests import end_turn
+from .weights_postings import finished
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
@@ -275,6 +277,8 @@ def _extended(state: LedgerState, event: ev.Extended) -> None:
     if account.incomplete and not account.settled:
         settle(state, account)
     unreported(state, account)
+    end_turn(account, event.turn_tokens)
+    account.sampled_by = []
     account.positions.truncate(event.computed_tokens)
     account.carried = min(event.computed_tokens, event.prompt_tokens)  # of an overcounted turn, all of it
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
@@ -313,6 +317,9 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
         settle(state, account)
     unreported(state, account)
     cut_off(state, account, event.sequence_tokens)
+    if account.sampled_by:
+        finished(state, account)
+    end_turn(account, event.sequence_tokens)
     enter(state, event, account)
     if state.blocks.demand.known(event.request):
         end_wait(state, account)

@@ -31,6 +31,7 @@ from .load_postings import resolve
 from .step_clock import UNIT, prefill_parts, share
 from .token_times import PREFILL_PLACE, first_token
 from .unchanged_steps import activate, is_steady, make_steady
+from .weights_of_requests import note_output
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:
@@ -202,6 +203,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 life.own_at_output = life.own
             if life.number > 1:
                 _compare_position(state, account, flight)
+            if state.weights.version:
+                note_output(state.weights, account, flight)
             account.sequence_tokens += sampled
             if not account.settled:
                 if account.first_token is None and not account.pooling:

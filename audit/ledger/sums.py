@@ -47,6 +47,8 @@ class LedgerSums(Sums):
     :data:`ERRORS_KEPT` kinds, and :data:`OTHER_ERRORS`."""
     watches: int = 0
     """How many workers began to seal their blocks."""
+    weights_changes: dict[str, int] = {}
+    """Changes of weights by kind, and the calls that changed none or may have changed some."""
     contents: dict[str, int] = {}
     """Bytes and microseconds, and blocks at hits, each once for every request that reads it and every worker.
 

@@ -11,6 +11,7 @@ from .account import Account
 from .ledger_state import LedgerState, ScheduledRow
 from .life import InFlight
 from .position_ranges import COMPUTED
+from .weights_of_requests import is_noted
 
 
 def is_steady(state: LedgerState, account: Account) -> bool:
@@ -23,9 +24,11 @@ def is_steady(state: LedgerState, account: Account) -> bool:
         return False
     at = rows[-1].end
     for place, flight in enumerate(flights):
-        plain = flight.life is life and flight.tokens == 1 and not flight.drafts
+        plain = flight.life is life and flight.tokens == 1 and not flight.drafts and flight.weights is None
         if not plain or flight.overrun or flight.invalid_from >= 0 or flight.start != at + place:
             return False
+    if state.weights.version and not is_noted(state.weights, account):
+        return False
     last = rows[-1]
     return (
         at >= account.prompt_tokens

@@ -52,6 +52,7 @@ from ..ledger.statements import Line, RemovedRange, Settlement
 from ..ledger.step_clock import StepClock
 from ..ledger.transfer_fingerprint_state import CustodyState
 from ..ledger.transfers import Promise, WorkerTransfers
+from ..ledger.weights import Weights
 from .engine_audit import EngineAudit
 from .followed_audit import FollowedAudit
 from .recorded_events import RecordedEvents
@@ -72,6 +73,7 @@ OBJECTS: tuple[type, ...] = (
     SketchState,
     QueueClock,
     StepClock,
+    Weights,
     WorkerJournals,
     Promise,
     Account,
@@ -126,6 +128,7 @@ REBUILT: dict[type, frozenset[str]] = {
     SketchState: frozenset(),
     QueueClock: frozenset(),
     StepClock: frozenset(),
+    Weights: frozenset(),
     RecordedEvents: frozenset(
         {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
     ),
@@ -217,6 +220,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     SketchState: SketchState,
     QueueClock: QueueClock,
     StepClock: StepClock,
+    Weights: Weights,
     WorkerJournals: lambda: WorkerJournals(Path()),
     RecordedEvents: lambda: RecordedEvents(Path()),
     KVComparison: KVComparison,

@@ -12,6 +12,7 @@ from typing import Any
 from ... import events as ev
 from ..account import Account
 from ..statements import RemovedRange
+from ..weights import Weights
 from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
 from .records import (
@@ -39,6 +40,9 @@ Scheduled = Callable[[int], tuple[int, int] | None]
 SavedBy = tuple[list[int], str]
 """The isolation classes under which KV was saved, and the id of the request."""
 
+HitWeights = tuple[int, int, int, int, str]
+"""Start and end of positions that a request hit, version and oldest version of their KV, and who wrote it."""
+
 InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
 
@@ -46,7 +50,15 @@ InvalidRange = tuple[int, int, int]
 class Holdings:
     """Pools, blocks and holders, and what the present event revealed about them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights | None = None) -> None:
+        self.weights = weights or Weights()
+        """The versions of the weights. Only the ledger of requests changes them."""
+        self.hit_weights: dict[int, dict[tuple[int, int], list[HitWeights]]] = {}
+        """By request, until its admission: under which weights the blocks were filled that it hit, by pool
+        and group."""
+        self.saved_weights: dict[int, tuple[int, int]] = {}
+        """By key of the connector's store: version and oldest version of the newest KV that was saved. None
+        of a known key: it was saved before the first change."""
         self.pools: dict[int, Pool] = {}
         """Pools by number."""
         self.held: dict[int, dict[tuple[int, int], int]] = {}
@@ -111,6 +123,7 @@ class Holdings:
         self.state_ends.clear()
         self.isolation.clear()
         self.store_keys.clear()
+        self.hit_weights.clear()
         self.demand.forget()
 
     # --- references and hashes -----------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
 from ..account import Account
 from ..life import Life
+from ..weights import clipped
 from .holdings import Holdings
 from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
 
@@ -136,6 +137,8 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
             record.begin,
             record.room_end,
         )
+        if life.made:
+            filled.made = clipped(life.made, record.begin, record.room_end)
         if filled.lacks and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
             _report_promised(holdings, number, block, record)
     del holdings.lives[account.request]

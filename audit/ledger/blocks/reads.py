@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ... import events as ev
 from ... import pool_calls
+from . import weights_of_blocks
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
 from .provenance import UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of
@@ -25,6 +26,8 @@ def hit(holdings: Holdings, event: pool_calls.BlocksTouched, block: int, record:
     hits[event.pool, event.group] = hits.get((event.pool, event.group), 0) + 1
     if record.wrong_from >= 0 or (filled is not None and filled.lacks != []):
         holdings.unread[event.request, event.pool, block] = event.step
+    if holdings.weights.version:
+        weights_of_blocks.hit(holdings, event, record)
 
 
 def admitted(holdings: Holdings, event: ev.Admitted) -> None:

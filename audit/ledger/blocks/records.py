@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..weights import Made
+
 OPERATIONS_KEPT = 6
 """How many operations are remembered for each block."""
 
@@ -64,6 +66,8 @@ class Filled(msgspec.Struct, gc=False):
     life: int
     lacks: list[Lack] | None = None
     """The positions that the life left without valid KV; None while it lasts."""
+    made: list[Made] | None = None
+    """Under which weights the life filled the block; None: before the first change, or the life lasts."""
 
 
 class LifeLacks(msgspec.Struct):

@@ -1,0 +1,274 @@
+"""Observes the calls by which the weights of a running engine change, and numbers the changes.
+
+A call of ``EngineCore`` reaches all workers, in the order of the steps: a step that was scheduled before the
+call runs under the weights of before. The methods are wrapped on vLLM's class, because nothing that a
+scheduler has leads to its ``EngineCore``. They are no part of a step, so a step costs nothing. Where the
+worker runs in this process, the ``load_weights`` of its model is wrapped too: trainers call it directly.
+
+What is not seen: writes into parameters by other code, and by other processes through shared memory. A
+trainer declares them with :func:`mark_weights`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import events as ev
+from ..hooks import EngineMismatch, Wrapping
+from .step_log import StepLog
+from .vllm_classes import engine_core
+
+logger = logging.getLogger("kvledger")
+
+CHANGING = frozenset(
+    ("reload_weights", "update_weights", "finish_weight_update", "reset_weights", "load_weights")
+)
+"""Methods of vLLM's workers whose purpose is to change weights."""
+
+HARMLESS = frozenset(
+    (
+        *("add_lora", "remove_lora", "pin_lora", "list_loras", "sleep", "wake_up", "discard"),
+        *("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids"),
+        *("get_model", "get_draft_model", "get_model_inspection", "supports_draft_weight_updates"),
+        *("start_weight_update", "start_draft_weight_update"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "compute_weight_checksums"),
+        *("profile", "check_health", "synchronize_device", "get_supported_tasks", "vocab_size"),
+        *("reset_mm_cache", "reset_encoder_cache", "get_encoder_timing_stats", "get_compilation_match_table"),
+        *("determine_available_memory", "get_kv_cache_spec", "get_cache_block_size_bytes"),
+        *("initialize_cache", "initialize_from_config", "compile_or_warm_up_model"),
+        *("update_max_model_len", "update_config", "get_kv_connector_handshake_metadata"),
+        *("save_sharded_state", "save_tensorized_model", "elastic_ep_execute", "handle_ft_command"),
+        "release_late_interaction_query_cache",
+    )
+)
+"""Methods of vLLM's workers that leave weights as they are, or that other calls are observed for."""
+
+DRAFT = "draft model"
+"""Stands for the draft model where other names are those of adapters: no request's KV depends on it."""
+
+DISCARDED_FROM = 2
+"""From this level of sleep on, the weights are gone until they are loaded again."""
+
+CORE_METHODS = ("collective_rpc", "add_lora", "remove_lora", "sleep", "wake_up", "set_weight_version")
+"""Methods of ``EngineCore`` that are wrapped, as far as a release has them."""
+
+_watches: weakref.WeakKeyDictionary[Any, WeightsWatch] = weakref.WeakKeyDictionary()
+"""By scheduler: who observes its engine's weights."""
+_covered: dict[tuple[type, str], Callable[..., Any]] = {}
+"""The methods of ``EngineCore`` as they were, while any engine of this process is observed."""
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The workers that were made in this process since the plugin was loaded."""
+
+
+def mark_weights(label: str = "", adapter: str = "") -> int:
+    """Declare that the weights have just changed, for every engine that is observed in this process.
+
+    For changes that no hook sees. Call it between two steps, in the thread that runs the engine. ``label``
+    names the new weights; ``adapter`` is a LoRA adapter's name, if its weights changed and not the model's.
+    Returns how many engines were told.
+    """
+    watches = list(_watches.values())
+    for watch in watches:
+        watch.changed("mark_weights", ev.DECLARED, label=label, adapter=adapter)
+    return len(watches)
+
+
+def worker_made(worker: Any) -> None:
+    """A worker was made in this process. A later :meth:`WeightsWatch.start` observes it."""
+    _workers.add(worker)
+
+
+class WeightsWatch:
+    """Observes the weights of one engine, and emits :class:`~kvledger.audit.events.WeightsChanged`."""
+
+    def __init__(
+        self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Callable[..., None]
+    ) -> None:
+        self._scheduler = scheduler
+        """vLLM's scheduler."""
+        self._log = log
+        """Receives the events."""
+        self._step = step
+        """The number of the last step that the scheduler began."""
+        self._failed = failed
+        """Told of an exception in a hook."""
+        self.versions: dict[str, int] = {}
+        """The number of the last change of the model (""), and of each adapter."""
+        self._changed_in = -1
+        """The step after which the weights last changed."""
+        self._label = ""
+        """The caller's last label."""
+        self._asleep = 0
+        """The level of the engine's last sleep."""
+        self._target = ""
+        """What ``update_weights`` changes: the model, or the draft model."""
+        self._adapters: dict[str, tuple[int, Mapping[str, tuple[int, int]]]] = {}
+        """By name of each adapter that was loaded: its id, and its files."""
+        self._removed: set[str] = set()
+        """The adapters that were loaded and removed."""
+        self._models: list[Wrapping] = []
+        """The wrapped methods of models."""
+        self.is_equal: Callable[[], bool | None] = lambda: None
+        """Tells by a digest whether all weights are those of its last call; None: not known."""
+
+    def start(self, worker: Any = None) -> None:
+        """Wrap what changes weights. ``worker``: vLLM's worker, if it is known and in this process."""
+        core = engine_core()
+        if core is not None:
+            for name in CORE_METHODS:
+                _wrap(core, name)
+        _watches[self._scheduler] = self
+        config = getattr(self._scheduler, "vllm_config", None)
+        workers = [worker] if worker is not None else [w for w in _workers if w.vllm_config is config]
+        for each in workers:
+            self._watch_model(each)
+
+    def remove(self) -> None:
+        """Restore what is wrapped, the methods of the class with the last observed engine. Idempotent."""
+        for wrapping in self._models:
+            wrapping.undo()
+        self._models = []
+        if _watches.pop(self._scheduler, None) is not None and not _watches:
+            for (core, name), covered in _covered.items():
+                setattr(core, name, covered)
+            _covered.clear()
+
+    def _watch_model(self, worker: Any) -> None:
+        model = getattr(getattr(worker, "model_runner", None), "model", None)
+        if model is None or not callable(getattr(model, "load_weights", None)):
+            return
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def load_weights(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    with self._guarded("load_weights"):
+                        self.changed("load_weights", ev.DECLARED)
+
+            return load_weights
+
+        try:
+            self._models.append(Wrapping(model, "load_weights", make))
+        except EngineMismatch as mismatch:
+            logger.warning("kvledger does not see when weights are loaded: %s", mismatch)
+
+    @contextmanager
+    def _guarded(self, hook: str) -> Iterator[None]:
+        """What an observer raises never reaches the engine."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(hook, error, removed=False)
+
+    # --- the calls --------------------------------------------------------------------------------------
+
+    def called(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], raised: bool) -> None:
+        """A wrapped method of ``EngineCore`` has returned or raised."""
+        with self._guarded(method):
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            if method == "collective_rpc":
+                self._rpc(kwargs.get("method", first))
+            elif method == "add_lora" and not raised:
+                self._adapter_added(kwargs.get("lora_request", first))
+            elif method == "remove_lora" and not raised:
+                lora_id = kwargs.get("lora_id", first)
+                self._removed |= {name for name, (id, _) in self._adapters.items() if id == lora_id}
+            elif method == "sleep":
+                self._asleep = int(kwargs.get("level", args[0] if args else 1))
+            elif method == "wake_up":
+                tags = kwargs.get("tags", first)
+                if self._asleep >= DISCARDED_FROM and (tags is None or "weights" in tags):
+                    self.changed("wake_up", ev.DECLARED)
+            elif method == "set_weight_version" and not raised:
+                self._label = str(first)
+                self.changed(method, ev.LABELLED, label=self._label)
+
+    def _rpc(self, method: Any) -> None:
+        """Workers executed a method of theirs, or a function of the caller."""
+        name = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+        if name == "start_weight_update":
+            self._target = ""
+        elif name == "start_draft_weight_update":
+            self._target = DRAFT
+        elif isinstance(method, str) and name in CHANGING:
+            self.changed(name, ev.DECLARED, adapter=self._target)
+        elif not (isinstance(method, str) and name in HARMLESS):
+            self.changed(name, ev.POSSIBLE)
+        if name == "finish_weight_update":
+            self._target = ""
+
+    def _adapter_added(self, request: Any) -> None:
+        """An adapter was loaded. One of that name that was loaded before may have had other weights."""
+        name, files = str(request.lora_name), _files(str(getattr(request, "lora_path", "")))
+        again = name in self._removed or bool(getattr(request, "load_inplace", False))
+        known = self._adapters.get(name)
+        self._adapters[name] = int(request.lora_int_id), files
+        self._removed.discard(name)
+        if known is None or not again:
+            return
+        in_memory = getattr(request, "lora_tensors", None) is not None
+        if files and known[1]:
+            self.changed("add_lora", ev.DECLARED, adapter=name, equal=files == known[1] and not in_memory)
+        else:
+            self.changed("add_lora", ev.DECLARED if in_memory else ev.POSSIBLE, adapter=name)
+
+    def changed(
+        self, by: str, kind: str, *, label: str = "", adapter: str = "", equal: bool | None = None
+    ) -> None:
+        """Emit a change, or a call that may be one. Changes with no step between them have one number."""
+        step, version = self._step(), max(self.versions.values(), default=0)
+        if equal is None and not adapter and kind in (ev.DECLARED, ev.POSSIBLE):
+            equal = self.is_equal()
+            kind = ev.DETECTED if equal is False and kind == ev.POSSIBLE else kind
+        event = ev.WeightsChanged(self._log.now(), step, version, by[:80], kind, label[:80], adapter, equal)
+        if event.changes:
+            follows = step == self._changed_in and self.versions.get(adapter) == version
+            version += not follows
+            self._changed_in, self.versions[adapter] = step, version
+            label = label or self._label
+            event = ev.WeightsChanged(event.at, step, version, event.by, kind, label[:80], adapter, equal)
+        self._log.emit(event)
+
+
+def _files(path: str) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change of each file of an adapter; empty: it is no folder of this host."""
+    try:
+        return {
+            entry.name: (found.st_size, found.st_mtime_ns)
+            for entry in os.scandir(Path(path))
+            if (found := entry.stat())
+        }
+    except OSError:
+        return {}
+
+
+def _wrap(core: Any, name: str) -> None:
+    """Wrap a method of the class of engine cores, unless it is wrapped or the release has no such method."""
+    original = getattr(core, name, None)
+    if original is None or (core, name) in _covered:
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watches.get(getattr(self, "scheduler", None))
+        if watch is None:
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        except Exception:
+            watch.called(name, args, kwargs, raised=True)
+            raise
+        watch.called(name, args, kwargs, raised=False)
+        return result
+
+    _covered[core, name] = original
+    setattr(core, name, method)
