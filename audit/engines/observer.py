@@ -131,6 +131,7 @@ class Observer:
                 self.pools.remove()
             self.hooks.remove()
             raise
+        self.weights.start()
         self.begin_segment()
 
     def stop(self, reason: str) -> None:

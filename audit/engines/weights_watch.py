@@ -118,17 +118,16 @@ class WeightsWatch:
         self.is_equal: Callable[[], bool | None] = lambda: None
         """Tells by a digest whether all weights are those of its last call; None: not known."""
 
-    def start(self, worker: Any = None) -> None:
-        """Wrap what changes weights. ``worker``: vLLM's worker, if it is known and in this process."""
+    def start(self) -> None:
+        """Wrap what changes weights."""
         core = engine_core()
         if core is not None:
             for name in CORE_METHODS:
                 _wrap(core, name)
         _watches[self._scheduler] = self
         config = getattr(self._scheduler, "vllm_config", None)
-        workers = [worker] if worker is not None else [w for w in _workers if w.vllm_config is config]
-        for each in workers:
-            self._watch_model(each)
+        for worker in [each for each in _workers if each.vllm_config is config]:
+            self.watch_model(worker)
 
     def remove(self) -> None:
         """Restore what is wrapped, the methods of the class with the last observed engine. Idempotent."""
@@ -140,7 +139,8 @@ class WeightsWatch:
                 setattr(core, name, covered)
             _covered.clear()
 
-    def _watch_model(self, worker: Any) -> None:
+    def watch_model(self, worker: Any) -> None:
+        """Wrap what loads the weights of a worker in this process. ``worker`` may be None."""
         model = getattr(getattr(worker, "model_runner", None), "model", None)
         if model is None or not callable(getattr(model, "load_weights", None)):
             return

@@ -73,7 +73,7 @@ class LiveAudit:
         )
         """The hooks on the scheduler."""
         self._observer.start(self._boundary if strict else None)
-        self._observer.weights.start(worker)
+        self._observer.weights.watch_model(worker)
         if isinstance(self._observer, V1Observer):
             self._observer.watch_worker()
             if level == "content":

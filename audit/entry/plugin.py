@@ -210,7 +210,6 @@ def observe(scheduler: Any) -> object | None:
         observer.instance = instance()
         observer.on_stopped = _log_end
         observer.start()
-        observer.weights.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
         engine_end.end_before_shutdown(scheduler, observer)
         vllm_logger.info(

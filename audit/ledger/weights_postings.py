@@ -10,7 +10,7 @@ from ..figures.sums import add_tokens
 from .account import Account
 from .accounts import enter
 from .blocks import weights_of_blocks
-from .blocks.holdings import HitWeights
+from .blocks.weights_of_blocks import HitWeights
 from .entries import Entry, OlderOutputs, ResetRefused, StaleKV
 from .ledger_state import LedgerState
 from .life import Life

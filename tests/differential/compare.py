@@ -30,6 +30,7 @@ from tests.engines.observed import audited, observe
 from kvledger.audit.events import LookupsCounted
 from kvledger.audit.faults.catalogue import catalogue
 from kvledger.audit.ledger.statements import AccountStatement
+from kvledger.audit.ledger.weights_of_requests import weights_used
 
 
 def levels() -> tuple[str, ...]:
@@ -51,6 +52,11 @@ class Difference:
 
     def __str__(self) -> str:
         return f"level {self.level}: {self.kind}: {self.text}"
+
+
+def _are_suspect(rows: Iterable[tuple[int, int]]) -> str:
+    """Of each output token, whether its step read KV of older weights; ``?``: not known."""
+    return "".join("?" if oldest < 0 else "+" if oldest < version else "." for version, oldest in rows)
 
 
 def compared(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +88,7 @@ class Expected:
         found = [*self._of_findings(auditor), *self._of_figures(auditor, level)]
         if level == "blocks":
             found += self._of_reads(auditor)
+            found += self._of_weights(auditor)
         if played.raised != self.raised:
             found.append(("raised", f"{played.raised!r} when observed, {self.raised!r} alone"))
         elif not self.raised:
@@ -125,14 +132,30 @@ class Expected:
         for name in sorted(named - self.device.bad_reads):
             yield "read was valid", f"{name}: every step read what it should"
 
+    def _of_weights(self, auditor: Any) -> Iterable[tuple[str, str]]:
+        """Under which weights tokens were sampled. The device does not follow drafts and failed loads."""
+        if self.device.went_wrong or self.device.bad_reads or self.raised or "drafts" in self.history.setup:
+            return
+        stale = {v.request for v in auditor.violations if v.id == "weights/stale-hit"}
+        for name, account in sorted(self.oracle.accounts.items()):
+            if account.undefined or account.resumable or account.load_failures:
+                continue
+            if (name in stale) != (name in self.device.stale_hits):
+                yield "stale hit", f"{name}: {name in stale} in the ledger, {name not in stale} on the device"
+            used = weights_used(auditor.ledger.closed[name])
+            rows = [(each[2], each[3]) for each in used.output for _ in range(each[0], each[1])]
+            ledger, device = map(_are_suspect, (rows, self.device.sampled.get(name, [])))
+            if ledger != device:
+                yield "suspect outputs", f"{name}: {ledger} in the ledger, {device} on the device"
+
     def is_right(self, violation: Any) -> bool:
         """Whether the engine did what the violation says."""
         account = self.oracle.accounts.get(violation.request or "")
         if violation.id == "blocks/hash-content":
             preempted = account is not None and len(account.lives) > 1
             return self.device.went_wrong or bool(preempted and account.load_failures)
-        if violation.id == "blocks/read-invalid":
-            return True  # judged by request in _of_reads
+        if violation.id == "blocks/read-invalid" or violation.id.startswith("weights/"):
+            return True  # judged by request in _of_reads and _of_weights
         if violation.id == "requests/queued-once" and not violation.request:
             preempted = any(each.counts["preemptions"] for each in self.oracle.accounts.values())
             return preempted and has("ended-request-stays-queued")

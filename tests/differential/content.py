@@ -23,6 +23,8 @@ from tests.differential.tape import Cached, Fact, Group, State, Tables
 GARBAGE = 0
 """What a slot contains that no request may read."""
 WAITS_FOR_LOAD = "WAITING_FOR_REMOTE_KVS"
+NOT_KNOWN = -1
+"""The version of weights of KV that a load brought, of an admission after the first change."""
 
 
 class Prefixes:
@@ -57,6 +59,8 @@ class Admission:
     checked: bool = False
     ordered: Tables = ()
     """The tables at the admission, into which its load goes."""
+    version: int = 0
+    """How often the weights had changed."""
     state_column: int | None = None
     """The place in a table of states where the last step left the state; None: nothing was executed."""
 
@@ -75,6 +79,8 @@ class Work:
     """The admission's failures when the step was scheduled."""
     end: int
     """Where the scheduler expects the step to end."""
+    version: int = 0
+    """How often the weights had changed when the step was scheduled."""
 
 
 @dataclass
@@ -105,6 +111,14 @@ class Device:
     bad_reads: set[str] = field(default_factory=set)
     """Requests of which a step read positions without their KV, other than positions of its own load that
     failed: the engine drops what such a step computes."""
+    version: int = 0
+    """How often the weights have changed."""
+    oldest: dict[int, list[int]] = field(default_factory=dict)
+    """By block, the oldest version of weights in the chain of each slot."""
+    sampled: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """The version under which each token was sampled that a client got, and the oldest in what was read."""
+    stale_hits: set[str] = field(default_factory=set)
+    """Requests that hit KV of older weights."""
     states: dict[str, State] = field(default_factory=dict)
     _next: Step = field(default_factory=Step)
 
@@ -131,6 +145,8 @@ class Device:
                 self._scheduled(fact)
             case tape.Output():
                 self._output(fact)
+            case tape.WeightsChanged():
+                self.version += 1
             case tape.Preempted():
                 state = self.states[fact.request_id]
                 self.states[fact.request_id] = State("PREEMPTED", 0, state.tokens, state.prompt_tokens, ())
@@ -151,6 +167,7 @@ class Device:
             fact.asynchronous,
             fact.sequence,
             ordered=fact.tables,
+            version=self.version,
         )
         self.admissions[fact.request_id] = admission
         self.failed_blocks.pop(fact.request_id, None)
@@ -167,7 +184,15 @@ class Device:
             admission.tables = tables
             start, sequence = fact.computed[name], fact.sequences[name]
             step.works[name] = Work(
-                admission, start, tokens, drafts, tables, sequence, admission.failures, start + tokens
+                admission,
+                start,
+                tokens,
+                drafts,
+                tables,
+                sequence,
+                admission.failures,
+                start + tokens,
+                self.version,
             )
             state = self.states[name]
             self.states[name] = State("RUNNING", start + tokens, state.tokens, state.prompt_tokens, tables)
@@ -181,6 +206,7 @@ class Device:
         step = self.flight.pop(0)
         for block in step.new_blocks:
             self.slots[block] = []
+            self.oldest.pop(block, None)
         loading = {
             *fact.received,
             *(n for n, s in fact.before.items() if s.status.startswith("WAITING_FOR_R")),
@@ -193,6 +219,8 @@ class Device:
             failed = work.failures < work.admission.failures or self._fails(fact, name)
             # A life that has ended: no request has its blocks now, and the scheduler drops its output.
             failed |= bool(fact.invalid_blocks.intersection(*work.tables[:1])) and not fact.returned.get(name)
+            oldest = self._oldest(work, work.start)
+            self.sampled.setdefault(name, []).extend([(work.version, oldest)] * fact.returned.get(name, 0))
             sane = self._execute(work, fact.sampled.get(name, ()), failed)
             if not sane and fact.returned.get(name):
                 self.bad_tokens.add(name)
@@ -220,15 +248,31 @@ class Device:
             for position in range(end - 1 if group.kind == "state" else start, end):
                 block = table[position // group.block_size]
                 if block not in invalid:
-                    self._write(group, block, position, numbers[position])
+                    of_load = NOT_KNOWN if admission.version else 0
+                    self._write(group, block, position, numbers[position], of_load)
 
-    def _write(self, group: Group, block: int, position: int, number: int) -> None:
+    def _write(self, group: Group, block: int, position: int, number: int, oldest: int) -> None:
         """Write the KV of a position into its slot, or its state into the block."""
         size = 1 if group.kind == "state" else group.block_size
         if block != self.null_block:
             slots = self.slots.get(block) or [GARBAGE] * size
             slots[position % size] = number
             self.slots[block] = slots
+            self.oldest.setdefault(block, [0] * size)[position % size] = oldest
+
+    def _oldest(self, work: Work, end: int) -> int:
+        """The oldest version in the chain of what a token at position ``end`` reads, or the step's own."""
+        found = [work.version]
+        for group, table in zip(self.layout, work.tables, strict=True):
+            size, column = group.block_size, work.admission.state_column
+            if group.kind == "other" or not end:
+                continue
+            if group.kind == "state":
+                found += self.oldest.get(table[(end - 1) // size if column is None else column], ())
+                continue
+            for position in range(group.first_read(end), end):
+                found.append(self.oldest.get(table[position // size], [0] * size)[position % size])
+        return min(found)
 
     def _reads(self, work: Work, numbers: list[int], start: int) -> bool:
         """Whether each group contains what a token at position ``start`` reads."""
@@ -276,8 +320,11 @@ class Device:
             work.admission.checked = True
             if not self._reads(work, numbers, work.admission.local):
                 self.bad_hits.add(name)
+            if 0 <= self._oldest(work, work.admission.local) < work.admission.version:
+                self.stale_hits.add(name)
+        oldest = self._oldest(work, work.start)
         for group, table in zip(self.layout, work.tables, strict=True):
-            self._write_step(work, group, table, numbers if sane else [], min(last, len(numbers)))
+            self._write_step(work, group, table, numbers if sane else [], min(last, len(numbers)), oldest)
         work.admission.state_column = (work.end - 1) // max(each.block_size for each in self.layout)
         for later in (step.works.get(name) for step in self.flight) if rejected else ():
             # The device goes on behind the accepted drafts; the scheduler did not know them yet.
@@ -286,21 +333,27 @@ class Device:
         return sane
 
     def _write_step(
-        self, work: Work, group: Group, table: tuple[int, ...], numbers: list[int], last: int
+        self,
+        work: Work,
+        group: Group,
+        table: tuple[int, ...],
+        numbers: list[int],
+        last: int,
+        oldest: int,
     ) -> None:
         """Write what a step computed; nothing at ``last`` or above it is of use."""
         if group.kind != "state":
             for position in range(work.start, work.start + work.tokens):
                 number = numbers[position] if position < min(last, len(numbers)) else GARBAGE
-                self._write(group, table[position // group.block_size], position, number)
+                self._write(group, table[position // group.block_size], position, number, oldest)
             return
         of_state = numbers[last - 1] if numbers else GARBAGE
-        self._write(group, table[(work.end - 1) // group.block_size], 0, of_state)
+        self._write(group, table[(work.end - 1) // group.block_size], 0, of_state, oldest)
         if work.drafts:  # the state at the end of a block is copied there when drafts are accepted
             for end in range(group.block_size, last + 1, group.block_size):
                 if end > work.start and end < work.end:
                     number = numbers[end - 1] if numbers else GARBAGE
-                    self._write(group, table[end // group.block_size - 1], 0, number)
+                    self._write(group, table[end // group.block_size - 1], 0, number, oldest)
 
     # What is left in the prefix cache.
 

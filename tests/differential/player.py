@@ -12,6 +12,7 @@ from tests.differential.random_histories import (
     SEVERAL,
     Abort,
     Add,
+    ChangeWeights,
     Chunk,
     Defer,
     History,
@@ -28,6 +29,7 @@ from tests.scenarios.driving import Driver, engine_setup
 from tests.scenarios.scripted_connector import LookupCall, ScriptedMetadata
 
 from kvledger.audit.conformance import release
+from kvledger.audit.engines.weights_watch import mark_weights
 
 MAX_STEPS = 300
 """Most steps that a history may take to finish after its last operation."""
@@ -138,6 +140,9 @@ class _Player:
                 self.preempt(which, drop)
             case ResetCache(running):
                 self.reset(running)
+            case ChangeWeights():
+                mark_weights()
+                getattr(driver.scheduler, "note_weights", mark_weights)()
             case _:
                 pass
 

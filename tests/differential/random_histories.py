@@ -105,7 +105,13 @@ class ResetCache(NamedTuple):
     running: bool
 
 
-Operation = Add | Store | Defer | Chunk | Schedule | Output | Step | Abort | Preempt | ResetCache
+class ChangeWeights(NamedTuple):
+    """The weights of the model change between two steps."""
+
+
+Operation = (
+    Add | Store | Defer | Chunk | Schedule | Output | Step | Abort | Preempt | ResetCache | ChangeWeights
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ def draw(seed: int, block_size: int = BLOCK) -> History:
     kinds = random.Random(f"kinds of {seed}")
     _add_groups(kinds, setup)
     drawing = _Drawing(dice, kinds, setup, depth)
-    return History(seed, setup, depth, tuple(drawing.operations()))
+    operations = _change_weights(random.Random(f"weights of {seed}"), drawing.operations())
+    return History(seed, setup, depth, tuple(operations))
 
 
 def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
@@ -168,6 +175,13 @@ def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
     if "drafts" not in setup and dice.random() < 0.05:
         setup["pooling"] = True
     return setup, depth
+
+
+def _change_weights(dice: random.Random, operations: list[Operation]) -> list[Operation]:
+    """Change the weights at some places of some histories. The engine does the same as without."""
+    for _ in range(dice.choice((0, 0, 1, 2, 4))):
+        operations.insert(dice.randint(0, len(operations)), ChangeWeights())
+    return operations
 
 
 def _add_groups(dice: random.Random, setup: dict[str, Any]) -> None:

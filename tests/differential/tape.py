@@ -196,7 +196,24 @@ class Reset:
     succeeded: bool
 
 
-Fact = Added | LookedUp | Matched | Allocated | Preempted | Arrived | Scheduled | Output | Aborted | Reset
+@dataclass(frozen=True)
+class WeightsChanged:
+    """The weights changed. The scheduler is not told."""
+
+
+Fact = (
+    Added
+    | LookedUp
+    | Matched
+    | Allocated
+    | Preempted
+    | Arrived
+    | Scheduled
+    | Output
+    | Aborted
+    | Reset
+    | WeightsChanged
+)
 
 
 @dataclass
@@ -236,6 +253,7 @@ class Tape:
     def attach(self, scheduler: Any) -> None:
         """Wrap the methods of a scheduler that has no requests yet."""
         self._scheduler = scheduler
+        scheduler.note_weights = lambda: self.facts.append(WeightsChanged())
         self.layout = layout(scheduler.kv_cache_config)
         self.null_block = scheduler.kv_cache_manager.block_pool.null_block.block_id
         for name in (

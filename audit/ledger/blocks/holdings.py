@@ -12,7 +12,7 @@ from typing import Any
 from ... import events as ev
 from ..account import Account
 from ..statements import RemovedRange
-from ..weights import Weights
+from ..weights import Made, Weights
 from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
 from .records import (
@@ -40,8 +40,9 @@ Scheduled = Callable[[int], tuple[int, int] | None]
 SavedBy = tuple[list[int], str]
 """The isolation classes under which KV was saved, and the id of the request."""
 
-HitWeights = tuple[int, int, int, int, str]
-"""Start and end of positions that a request hit, version and oldest version of their KV, and who wrote it."""
+HitBlock = tuple[int, int, str, int, int, list[Made] | None]
+"""A block that a request hit: its first position and its end, the id of its writer, which request fills it
+(-1: not known) and in which life, and under which weights it was filled; None: the life lasts."""
 
 InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
@@ -53,8 +54,8 @@ class Holdings:
     def __init__(self, weights: Weights | None = None) -> None:
         self.weights = weights or Weights()
         """The versions of the weights. Only the ledger of requests changes them."""
-        self.hit_weights: dict[int, dict[tuple[int, int], list[HitWeights]]] = {}
-        """By request, until its admission: under which weights the blocks were filled that it hit, by pool
+        self.hit_blocks: dict[int, dict[tuple[int, int], list[HitBlock]]] = {}
+        """By request, until its admission: the blocks that it hit after the first change of weights, by pool
         and group."""
         self.saved_weights: dict[int, tuple[int, int]] = {}
         """By key of the connector's store: version and oldest version of the newest KV that was saved. None
@@ -123,7 +124,7 @@ class Holdings:
         self.state_ends.clear()
         self.isolation.clear()
         self.store_keys.clear()
-        self.hit_weights.clear()
+        self.hit_blocks.clear()
         self.demand.forget()
 
     # --- references and hashes -----------------------------------------------------------------

@@ -5,35 +5,42 @@ Called only after the weights have changed: everything is of version 0 before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ... import events as ev
 from ... import pool_calls
-from ..weights import UNKNOWN, Made, extend, oldest_of_all, spans
-from .holdings import HitWeights, Holdings
+from ..weights import BEFORE, UNKNOWN, Made, extend, oldest_of_all, spans
+from .holdings import HitBlock, Holdings
 from .records import Block
 
 NOT_KNOWN = UNKNOWN, UNKNOWN
 
+HitWeights = tuple[int, int, int, int, str]
+"""Start and end of positions that a request hit, version and oldest version of their KV, and who wrote it."""
+
 
 def hit(holdings: Holdings, event: pool_calls.BlocksTouched, record: Block) -> None:
-    """A request hit a cached block: note the weights that the block was filled under."""
-    rows = holdings.hit_weights.setdefault(event.request, {}).setdefault((event.pool, event.group), [])
-    for start, end, version, oldest in _filled(holdings, record):
-        rows.append((start, end, version, oldest, record.writer))
+    """A request hit a cached block: note who filled the block.
+
+    The life that fills it may be of the same step. Its admission is then posted after this.
+    """
+    rows = holdings.hit_blocks.setdefault(event.request, {}).setdefault((event.pool, event.group), [])
+    filled, begin = record.filled, max(0, record.begin)
+    request, life, made = UNKNOWN, 0, None
+    if filled is not None and record.begin >= 0:
+        request, life = filled.request, filled.life
+        made = None if filled.lacks is None else filled.made or [BEFORE]
+    rows.append((begin, max(begin + 1, record.room_end), record.writer, request, life, made))
 
 
-def _filled(holdings: Holdings, record: Block) -> list[tuple[int, int, int, int]]:
-    """Start, end, version and oldest version of the positions of a block."""
-    begin, end, filled = max(0, record.begin), record.room_end, record.filled
-    if filled is None or record.begin < 0:
-        return [(begin, max(end, begin + 1), *NOT_KNOWN)]
-    made = filled.made or []
-    if filled.lacks is None:
-        account = holdings.accounts.get(filled.request)
-        life = account.life if account is not None else None
-        if account is None or account.unknown is not None or life is None or life.number != filled.life:
-            return [(begin, end, *NOT_KNOWN)]
-        made = life.made
-    return list(spans(made, begin, end))
+def _filled(holdings: Holdings, row: HitBlock) -> Iterator[tuple[int, int, int, int]]:
+    """Start, end, version and oldest version of the positions of a block that was hit."""
+    begin, end, _, request, number, made = row
+    if made is None:
+        account = holdings.accounts.get(request)
+        known = account is not None and account.unknown is None and 0 < number <= len(account.lives)
+        made = (account.lives[number - 1].made or [BEFORE]) if account and known else [(0, *NOT_KNOWN)]
+    yield from spans(made, begin, end)
 
 
 def hits(holdings: Holdings, request: int, end: int) -> tuple[list[Made], list[HitWeights]] | None:
@@ -41,16 +48,18 @@ def hits(holdings: Holdings, request: int, end: int) -> tuple[list[Made], list[H
 
     Also the rows of this by block. None: nothing is known of the blocks.
     """
-    groups = holdings.hit_weights.pop(request, None)
+    groups = holdings.hit_blocks.pop(request, None)
     if not groups:
         return None
-    tables: list[list[Made]] = []
+    tables, known = [], []
     for rows in groups.values():
         made: list[Made] = []
-        for start, _, version, oldest, _ in sorted(rows):
-            extend(made, start, version, oldest)
+        for row in sorted(rows, key=lambda row: row[0]):
+            for start, stop, version, oldest in _filled(holdings, row):
+                extend(made, start, version, oldest)
+                known.append((start, stop, version, oldest, row[2]))
         tables.append(made)
-    return oldest_of_all(tables, end), [row for rows in groups.values() for row in rows]
+    return oldest_of_all(tables, end), known
 
 
 def saved(holdings: Holdings, event: ev.SavePlanned) -> None:

@@ -1,4 +1,4 @@
-"""``weights/*`` on the real scheduler: weights change under running requests, and blocks of before are read."""
+"""``weights/*`` on the real scheduler: weights change while requests run, and KV of before is read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def used(watched: Watched, name: str) -> Any:
 
 def totals(watched: Watched) -> dict[str, Any]:
     audit: LiveAudit = watched.audits[-1]
-    return {name: getattr(audit.totals, name) for name in ("outputs", "suspect_outputs", "hits", "older_hits")}
+    return {
+        name: getattr(audit.totals, name) for name in ("outputs", "suspect_outputs", "hits", "older_hits")
+    }
 
 
 # --- hits -------------------------------------------------------------------------------------------------
