@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..events import EngineStarted
+from ..ledger.ledger import Ledger
 from ..release_semantics import limits, meanings
 from .findings import Found
-from .kinds import EVENTS, FAMILIES, KINDS, LOADS, Kind
+from .kinds import EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Kind
 from .registry import Invariant, catalogue
 
 LEVELS = ("tokens", "blocks", "content")
@@ -67,10 +68,13 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join([*limited, *([f"{', '.join(higher)}."] if higher else [])])
 
 
-def coverage(engine: EngineStarted | None, excluded: Iterable[str] = ()) -> Coverage:
+def coverage(
+    engine: EngineStarted | None, excluded: Iterable[str] = (), *, weights_changed: bool = False
+) -> Coverage:
     """What is examined of an engine that describes itself so; nothing of one that nobody saw start.
 
-    ``excluded``: why the contents of some blocks are not checked, a sentence each.
+    ``excluded``: why the contents of some blocks are not checked, a sentence each. ``weights_changed``: while
+    they do not, all KV is of one version, and nothing is said about it.
     """
     if engine is None or engine.level not in LEVELS:
         return Coverage()
@@ -79,7 +83,11 @@ def coverage(engine: EngineStarted | None, excluded: Iterable[str] = ()) -> Cove
     if settings.get("plan") == "opaque" and settings.get("connector"):
         in_part = _OPAQUE | in_part
     level = LEVELS.index(engine.level)
-    absent = {LOADS: not settings.get("connector"), EVENTS: "kv_events_port" not in settings}
+    absent = {
+        LOADS: not settings.get("connector"),
+        EVENTS: "kv_events_port" not in settings,
+        WEIGHTS: not weights_changed,
+    }
     kinds = [kind for kind in KINDS if not absent.get(kind)]
     seen = [kind for kind in kinds if LEVELS.index(kind.level) <= level]
     parts = {FAMILIES["content"]} if any(excluded) else set[Kind]()
@@ -94,6 +102,12 @@ def coverage(engine: EngineStarted | None, excluded: Iterable[str] = ()) -> Cove
         unchecked=_of(limited, unchecked),
         in_part=_of(limited, in_part),
     )
+
+
+def ledger_coverage(ledger: Ledger, engine: EngineStarted | None = None) -> Coverage:
+    """What is examined of the engine of a ledger. ``engine``: its description, if it is known otherwise."""
+    changed = ledger.weights.version > 0
+    return coverage(engine or ledger.engine, ledger.contents.excluded, weights_changed=changed)
 
 
 def _of(rows: Iterable[Invariant], reasons: dict[str, str]) -> dict[str, str]:

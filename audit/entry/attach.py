@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..checks.auditor import Auditor
-from ..checks.coverage import Coverage, count_words, coverage, verdict_words
+from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
 from ..checks.findings import Found
 from ..checks.registry import Severity, Violation
 from ..client_ids import has_random_suffix
@@ -103,7 +103,7 @@ class LiveAudit:
     def coverage(self) -> Coverage:
         """What was examined so far, and what was not."""
         ledger = self.ledger
-        return coverage(ledger.engine, ledger.contents.excluded)
+        return ledger_coverage(ledger)
 
     def __repr__(self) -> str:
         """The verdict, what it covers, and the number of findings."""

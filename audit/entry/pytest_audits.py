@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks.auditor import Auditor
-from ..checks.coverage import coverage
+from ..checks.coverage import ledger_coverage
 from ..checks.findings import Found
 from ..checks.registry import Severity, Violation
 from ..events import HookFailed
@@ -54,7 +54,7 @@ class AuditedInstance:
     def examined(self) -> str:
         """What was examined of it, in words."""
         ledger = self.auditor.ledger
-        return coverage(ledger.engine, ledger.contents.excluded).words
+        return ledger_coverage(ledger).words
 
     @property
     def not_listed(self) -> list[Found]:

@@ -374,7 +374,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     # the weights that KV was computed under, once they have changed
     Figure(
-        "outputs",
+        "output_tokens",
         "output tokens, without those past a stop",
         outputs_of,
         counters=_alone("output", "Weights", "Output tokens, without those past a stop."),
@@ -384,7 +384,7 @@ FIGURES: tuple[Figure, ...] = (
         "of these, tokens of steps that read KV of older weights",
         suspect_of,
         causes=tuple(causes.OLDER),
-        part_of="outputs",
+        part_of="output_tokens",
         counters=(
             _by_cause(
                 "suspect_output",

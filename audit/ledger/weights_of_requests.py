@@ -53,6 +53,13 @@ def outputs(account: Account, end: int) -> Iterator[tuple[int, int, int, int, in
             yield start, stop, version, oldest, age
 
 
+def first_version(account: Account) -> int | None:
+    """The version of the weights under which the first output was sampled; None: there was none."""
+    if not outputs_of(account):
+        return None
+    return next((version for _, _, version, _, _ in outputs(account, account.sequence_tokens)), None)
+
+
 def suspect(account: Account, end: int) -> dict[str, int]:
     """Output tokens below position ``end`` whose step read KV of older weights, by how much older."""
     found = dict(account.suspect_outputs)

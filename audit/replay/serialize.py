@@ -128,7 +128,6 @@ REBUILT: dict[type, frozenset[str]] = {
     SketchState: frozenset(),
     QueueClock: frozenset(),
     StepClock: frozenset(),
-    Weights: frozenset(),
     RecordedEvents: frozenset(
         {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
     ),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ..causes import BEGAN_BEFORE
 from ..checks.auditor import Auditor, Verdict
-from ..checks.coverage import Coverage, coverage
+from ..checks.coverage import Coverage, ledger_coverage
 from ..checks.findings import Found
 from ..checks.registry import Violation, is_once
 from ..events import EngineStarted
@@ -119,7 +119,7 @@ class Judged(Described):
     @property
     def coverage(self) -> Coverage:
         """What this audit examined, and what it did not."""
-        return coverage(self.engine, self.auditor.ledger.contents.excluded)
+        return ledger_coverage(self.auditor.ledger, self.engine)
 
     @property
     def verdict(self) -> Verdict:

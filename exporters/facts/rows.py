@@ -17,6 +17,7 @@ from ...audit.figures.declared import FIGURES
 from ...audit.figures.row import figures
 from ...audit.figures.sums import add_tokens
 from ...audit.ledger.account import Account
+from ...audit.ledger.weights_of_requests import first_version
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.text import salt_name
 from .schema import LOAD_COLUMNS, Row, Value
@@ -83,7 +84,6 @@ def request_row(head: Head, account: Account, verdict: str | None) -> Row:
         *(figures(account) if known else _figures_of_unknown(account)),
         missed_tokens(account) if known else None,
         account.sequence_tokens if known else None,
-        account.sequence_tokens - account.prompt_tokens if known else None,
         *(_loads(account) if known else _NO_LOADS),
         len(account.lives) if known else None,
         account.waited(head.last_at) if known else None,
@@ -94,6 +94,7 @@ def request_row(head: Head, account: Account, verdict: str | None) -> Row:
         None if labels is None else labels.lora or None,
         None if labels is None else salt_name(labels) or None,
         None if labels is None else labels.group or None,
+        first_version(account) if known else None,
     )
 
 

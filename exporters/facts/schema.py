@@ -62,6 +62,12 @@ LABEL_COLUMNS = (
     Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
     Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
     Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+    Column(
+        "weights",
+        "count",
+        "version of the weights under which the first output was sampled, counted from 0 by changes of the "
+        "model and its adapters; null: there was no output",
+    ),
 )
 
 REQUESTS = (
@@ -84,7 +90,6 @@ REQUESTS = (
         "at the end; `causes` has them by cause",
     ),
     Column("sequence_tokens", "count", "prompt and output tokens"),
-    Column("output_tokens", "count", "output tokens"),
     *LOAD_COLUMNS,
     Column("lives", "count", "number of lives; a life lasts from an admission to a preemption or the end"),
     Column(

@@ -26,6 +26,7 @@ from ...audit.text import utc
 from ..csv_cells import csv_of
 from .contents import ContentsData, contents
 from .costs import CostReport
+from .weights import WeightsData, weights
 
 FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
@@ -168,6 +169,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     contents: ContentsData | None = None
     """What was found out about the KV in the blocks; None below level ``content``."""
 
+    weights: WeightsData | None = None
+    """Changes of weights, and what was read after them; None if there were none."""
+
     found: list[Found] = []
     """Each invariant with findings, and how many; exact also where ``violations`` does not list them all."""
     coverage: Coverage = Coverage()
@@ -228,6 +232,7 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         began_before=totals.began_before,
         costs=costs,
         contents=contents(audit),
+        weights=weights(audit),
         figures={figure.name: totals.of(figure.name) for figure in DECLARED},
         found=found,
         coverage=examined,

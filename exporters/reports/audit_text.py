@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...audit.causes import external_loss, loss
 from ...audit.checks.findings import Found
-from . import contents, costs
+from . import contents, costs, weights
 from .audit_data import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (
     VERDICTS,
@@ -116,6 +116,8 @@ def _answer(report: AuditReport) -> Iterator[Text]:
         yield Text(f"{scheduled}: {part_of(report.work.rework, report.work.scheduled, 'rework')}.")
     if report.contents is not None:
         yield from map(Text, contents.sentences(report.contents))
+    if report.weights is not None:
+        yield from map(Text, weights.sentences(report.weights))
 
 
 def _journals_read(report: AuditReport) -> Text:

@@ -127,7 +127,8 @@ def _waits(found: Facts) -> list[int]:
 
 
 def _most_preempted(found: Facts) -> list[MostPreempted]:
-    columns = "preemptions, rework, request_id, engine, sequence_tokens - output_tokens, waited_microseconds"
+    prompt = "coalesce(prompt_tokens, sequence_tokens - output_tokens)"
+    columns = f"preemptions, rework, request_id, engine, {prompt}, waited_microseconds"
     some = "FROM requests WHERE unknown IS NULL AND preemptions > 0"
     # The twelfth number of preemptions is found first, so that the ids of few requests are read.
     twelfth = f"SELECT min(preemptions) FROM (SELECT preemptions {some} ORDER BY 1 DESC LIMIT {SHOWN})"

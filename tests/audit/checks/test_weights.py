@@ -47,7 +47,8 @@ def used(watched: Watched, name: str) -> Any:
 def totals(watched: Watched) -> dict[str, Any]:
     audit: LiveAudit = watched.audits[-1]
     return {
-        name: getattr(audit.totals, name) for name in ("outputs", "suspect_outputs", "hits", "older_hits")
+        name: getattr(audit.totals, name)
+        for name in ("output_tokens", "suspect_outputs", "hits", "older_hits")
     }
 
 
@@ -79,7 +80,7 @@ def test_a_hit_on_blocks_of_before_the_change_is_found(watched, setup):
     assert [] == used(watched, "first").suspect
     assert {"one_version": hit} == totals(watched)["older_hits"]
     assert {"one_version": 6} == totals(watched)["suspect_outputs"]
-    assert 12 == totals(watched)["outputs"]
+    assert 12 == totals(watched)["output_tokens"]
 
 
 @near_miss("weights/stale-hit")
