@@ -858,6 +858,13 @@ class StoreKeys(Event, frozen=True, array_like=True, tag=70):
     keys: list[int]
 
 
+class BlocksSaved(Event, frozen=True, array_like=True, tag=71):
+    """A step's connector metadata orders whole blocks to be saved. Level ``blocks`` only."""
+
+    step: int
+    blocks: list[int]
+
+
 # --- block contents, at level ``content`` ------------------------------------------------------------------
 
 
@@ -1056,6 +1063,7 @@ EmittedEvent = (
     | BlocksPromised
     | WorkerStepped
     | StoreKeys
+    | BlocksSaved
     | ContentWatched
     | HitsVerified
     | ContentCounted

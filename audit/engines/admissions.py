@@ -71,7 +71,7 @@ class Admissions:
         """The failed attempts of each waiting request that are being counted, by request id."""
         self.admitted_before: set[str] = set()
         """Ids of the living requests that have been admitted."""
-        self.planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksPromised] = []
+        self.planned: list[ev.LoadPlanned | ev.SavePlanned | ev.BlocksSaved | ev.BlocksPromised] = []
         """The loads and saves of this step's connector metadata, not yet emitted."""
         self._promises: dict[str, tuple[int, list[int]]] = {}
         """External tokens promised in this step and the request's blocks, by request id."""
@@ -193,9 +193,13 @@ class Admissions:
             return
         if "saves" in reader.READS:
             self._plan_saves(reader.saves(metadata))
+        size = self._scheduler.block_size
+        if observer.pools is not None and "blocks" in reader.READS:
+            stored = reader.moves(metadata, size).stored
+            if stored:
+                self.planned.append(ev.BlocksSaved(self._log.now(), observer.step, stored))
         if not self._promises:
             return
-        size = self._scheduler.block_size
         filled = reader.filled(metadata, size)
         for request_id, __, tokens, promised in self._promised_blocks():
             if self.attempts[request_id].asynchronous:

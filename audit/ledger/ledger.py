@@ -28,7 +28,7 @@ from .statements import AccountStatement
 from .steps import STEPS
 from .transfer_fingerprints import CUSTODY, follow_waiting
 from .unchanged_steps import activate_all, open_accounts
-from .weights_postings import WEIGHTS, admitted
+from .weights_postings import WEIGHTS, admitted, loaded
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:
@@ -90,8 +90,10 @@ class Ledger(LedgerState):
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
-        if self.weights.version and kind is ev.Admitted:
-            admitted(self, event)  # type: ignore[arg-type]
+        if self.weights.version and isinstance(event, ev.Admitted):
+            admitted(self, event)
+        elif self.weights.version and isinstance(event, ev.LoadFinished) and event.request in self.living:
+            loaded(self, self.living[event.request])
         return self.entries
 
     def scheduled(self, request: int) -> tuple[int, int] | None:

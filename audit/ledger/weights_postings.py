@@ -84,21 +84,31 @@ def admitted(state: LedgerState, event: ev.Admitted) -> None:
     for start, _, version, oldest in spans(made, 0, local):
         is_known = oldest != UNKNOWN or not current
         extend(life.made, start, *((version, oldest) if is_known else (now, now)))
-    loaded_to = local + max(0, event.external_tokens)
-    if loaded_to > local:
-        for start, version, oldest in weights_of_blocks.promised(
-            state.blocks, event.request, local, loaded_to
-        ):
-            extend(life.made, start, version, oldest)
     _judge(state, account, life, HIT, (0, local), rows)
-    _judge(state, account, life, LOAD, (local, loaded_to), ())
+    if event.external_tokens > 0:
+        extend(life.made, local, UNKNOWN, UNKNOWN)
+    extend(life.made, max(0, account.computed), now, now)
+    if event.external_tokens > 0 and not event.asynchronous:
+        loaded(state, account)
     if local and weights.refused is not None:
         step, running = weights.refused
         weights.refused = None
         subject = ResetRefused(step, running, weights.version, local)
         state.entries.append(Entry(state.number, event.step, state.at, subject, account))
-    extend(life.made, max(0, account.computed), now, now)
     weights.cached_since = min(weights.cached_since, oldest_of(life))
+
+
+def loaded(state: LedgerState, account: Account) -> None:
+    """A life loads, or an asynchronous load has finished: its blocks have their hashes now."""
+    life, end = account.life, account.computed
+    if life is None or not life.made or life.local >= end:
+        return
+    start, now = max(0, life.local), state.weights.of(adapter_of(account))
+    for first, version, oldest in weights_of_blocks.loads(state.blocks, account.request, start, end):
+        extend(life.made, first, version, oldest)
+    _judge(state, account, life, LOAD, (start, end), ())
+    extend(life.made, end, now, now)
+    state.weights.cached_since = min(state.weights.cached_since, oldest_of(life))
 
 
 def _judge(

@@ -58,8 +58,7 @@ class Holdings:
         """By request, until its admission: the blocks that it hit after the first change of weights, by pool
         and group."""
         self.saved_weights: dict[int, tuple[int, int]] = {}
-        """By key of the connector's store: version and oldest version of the newest KV that was saved. None
-        of a known key: it was saved before the first change."""
+        """By hash id: version and oldest version of the newest KV that was saved in the connector's store."""
         self.pools: dict[int, Pool] = {}
         """Pools by number."""
         self.held: dict[int, dict[tuple[int, int], int]] = {}

@@ -15,7 +15,7 @@ from typing import ClassVar
 from ... import events as ev
 from ..account import Account
 from ..life import Life
-from . import hashes, provenance, reads, states, store, windows
+from . import hashes, provenance, reads, states, store, weights_of_blocks, windows
 from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
 from .holdings import Accounts, Holdings, Scheduled
@@ -32,6 +32,7 @@ _SCHEDULING = (
     ev.LookupsCounted,
     ev.LoadPlanned,
     ev.SavePlanned,
+    ev.BlocksSaved,
     ev.BlocksPromised,
     ev.Stepped,
     ev.Repeated,
@@ -79,6 +80,8 @@ class BlockLedger(Holdings):
             report_unfreed(self)
         if self.store_keys:
             store.after(self, event)
+        if type(event) is ev.BlocksSaved:
+            weights_of_blocks.saved(self, event)
         self.invalid_hits = []
         reads.after(self, event, scheduled)
         windows.after(self, event, step, scheduled)

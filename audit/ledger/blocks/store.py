@@ -7,7 +7,6 @@ a promise is foreign only if no request of its own classes is known to have save
 from __future__ import annotations
 
 from ... import events as ev
-from . import weights_of_blocks
 from .entries import ForeignLoad
 from .holdings import Holdings
 from .isolation import difference, isolation_below
@@ -23,8 +22,6 @@ def after(holdings: Holdings, event: ev.Event) -> None:
     """Called after any event but those of the pools."""
     if type(event) is ev.SavePlanned:
         _saved(holdings, event)
-        if holdings.weights.version:
-            weights_of_blocks.saved(holdings, event)
     elif type(event) is ev.Admitted and event.external_tokens > 0:
         _promised(holdings, event.request, event.local_tokens, event.local_tokens + event.external_tokens)
 
@@ -46,9 +43,7 @@ def _saved(holdings: Holdings, event: ev.SavePlanned) -> None:
             saved.append((classes, account.request_id))
             del saved[:-CLASSES_KEPT]
             if len(holdings.saved_keys) > KEYS_KEPT:
-                gone = next(iter(holdings.saved_keys))
-                del holdings.saved_keys[gone]
-                holdings.saved_weights.pop(gone, None)
+                del holdings.saved_keys[next(iter(holdings.saved_keys))]
 
 
 def _promised(holdings: Holdings, request: int, start: int, stop: int) -> None:

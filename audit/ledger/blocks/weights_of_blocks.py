@@ -1,6 +1,7 @@
 """Under which weights blocks, and KV in the connector's store, were filled.
 
-Called only after the weights have changed: everything is of version 0 before.
+The store's KV is known by the hashes of its blocks: a request that saves a block saves it under the block's
+hash, and what is promised to another request is found by the hashes that its own blocks get.
 """
 
 from __future__ import annotations
@@ -15,26 +16,31 @@ from .records import Block
 
 NOT_KNOWN = UNKNOWN, UNKNOWN
 
+SAVED_KEPT = 1 << 16
+"""Of how many hashes it is remembered under which weights their KV was saved, the last ones."""
+
 HitWeights = tuple[int, int, int, int, str]
 """Start and end of positions that a request hit, version and oldest version of their KV, and who wrote it."""
 
 
 def hit(holdings: Holdings, event: pool_calls.BlocksTouched, record: Block) -> None:
-    """A request hit a cached block: note who filled the block.
-
-    The life that fills it may be of the same step. Its admission is then posted after this.
-    """
+    """A request hit a cached block after the weights had changed: note who filled the block."""
     rows = holdings.hit_blocks.setdefault(event.request, {}).setdefault((event.pool, event.group), [])
+    rows.append(_filled_by(record))
+
+
+def _filled_by(record: Block) -> HitBlock:
+    """Who filled a block. The life that fills it may be of the same step, and is then posted after this."""
     filled, begin = record.filled, max(0, record.begin)
     request, life, made = UNKNOWN, 0, None
     if filled is not None and record.begin >= 0:
         request, life = filled.request, filled.life
         made = None if filled.lacks is None else filled.made or [BEFORE]
-    rows.append((begin, max(begin + 1, record.room_end), record.writer, request, life, made))
+    return begin, max(begin + 1, record.room_end), record.writer, request, life, made
 
 
 def _filled(holdings: Holdings, row: HitBlock) -> Iterator[tuple[int, int, int, int]]:
-    """Start, end, version and oldest version of the positions of a block that was hit."""
+    """Start, end, version and oldest version of the positions of a block."""
     begin, end, _, request, number, made = row
     if made is None:
         account = holdings.accounts.get(request)
@@ -62,35 +68,39 @@ def hits(holdings: Holdings, request: int, end: int) -> tuple[list[Made], list[H
     return oldest_of_all(tables, end), known
 
 
-def saved(holdings: Holdings, event: ev.SavePlanned) -> None:
-    """Note the weights of the KV that a request saves under each of its keys."""
-    account = holdings.accounts.get(event.request)
-    if event.request not in holdings.store_keys or account is None or account.life is None:
+def _blocks(holdings: Holdings, request: int, start: int, end: int) -> Iterator[Block]:
+    """The cached blocks in the tables of a request that lie in the positions [start, end)."""
+    for number, block in holdings.held.get(request, ()):
+        record = holdings.pools[number].records[block]
+        if start < record.room_end and 0 <= record.begin < end and record.hash_ids:
+            yield record
+
+
+def saved(holdings: Holdings, event: ev.BlocksSaved) -> None:
+    """Blocks are saved in the connector's store: note their weights, by hash. The newest count."""
+    if len(holdings.pools) != 1:
         return
-    size, keys = holdings.store_keys[event.request]
-    known = account.unknown is None
-    for place, key in enumerate(keys[: max(0, event.end) // size]):
-        start, end = place * size, (place + 1) * size
-        if end <= event.start:
-            continue
-        rows = list(spans(account.life.made, start, end)) if known else []
-        if rows:
+    ((_, pool),) = holdings.pools.items()
+    saved = holdings.saved_weights
+    for block in event.blocks:
+        record = pool.records.get(block)
+        rows = [] if record is None else list(_filled(holdings, _filled_by(record)))
+        for hash_id in record.hash_ids if record is not None and rows else ():
+            earlier = saved.get(hash_id, NOT_KNOWN)
             version, oldest = min(row[2] for row in rows), min(row[3] for row in rows)
-            earlier = holdings.saved_weights.get(key, NOT_KNOWN)
-            holdings.saved_weights[key] = max(version, earlier[0]), max(oldest, earlier[1])
+            saved[hash_id] = max(version, earlier[0]), max(oldest, earlier[1])
+            if len(saved) > SAVED_KEPT:
+                del saved[next(iter(saved))]
 
 
-def promised(holdings: Holdings, request: int, start: int, end: int) -> list[Made]:
-    """Under which weights the positions [start, end) were computed that a connector promises.
-
-    Several engines may have saved KV under one key: the newest that this engine has saved counts.
-    """
-    made: list[Made] = []
-    if request not in holdings.store_keys:
-        return [(start, *NOT_KNOWN)]
-    size, keys = holdings.store_keys[request]
-    for place in range(start // size, -(-end // size)):
-        known = place < len(keys) and keys[place] in holdings.saved_keys
-        version = holdings.saved_weights.get(keys[place], (0, 0)) if known else NOT_KNOWN
-        extend(made, max(start, place * size), *version)
+def loads(holdings: Holdings, request: int, start: int, end: int) -> list[Made]:
+    """Under which weights the positions [start, end) were saved that a request loads."""
+    made: list[Made] = [(start, *NOT_KNOWN)]
+    known_to = start
+    for record in sorted(_blocks(holdings, request, start, end), key=lambda each: each.begin):
+        known = [holdings.saved_weights.get(hash_id, NOT_KNOWN) for hash_id in record.hash_ids]
+        extend(made, max(start, record.begin), *max(known))
+        known_to = max(known_to, record.end)
+    if known_to < end:
+        extend(made, known_to, *NOT_KNOWN)
     return made

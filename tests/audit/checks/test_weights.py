@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from tests.audit.checks.watched import Watched
 from tests.scenarios.driving import Driver, lora
 
 import kvledger
+from kvledger.audit.conformance.engine_setup import EngineSetup
+from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.entry.attach import LiveAudit
 
 violates = pytest.mark.violates
@@ -267,6 +270,66 @@ def test_a_refused_reset_without_a_change_is_clean(watched):
     driver.run()
 
     assert [] == watched.violation_ids()
+
+
+# --- stores -----------------------------------------------------------------------------------------------
+
+
+def stored(watched: Watched, folder: Path) -> DriverWithWorker:
+    """An engine with a connector whose store has 96 tokens of "first", and an empty prefix cache."""
+    options = (("shared_storage_path", str(folder)),)
+    driver = DriverWithWorker(EngineSetup(connector="ExampleConnector", connector_options=options))
+    watched.attach(driver.scheduler)
+    driver.add("first", 99, 1)
+    driver.run()
+    return driver
+
+
+@violates("weights/stale-load")
+def test_a_load_of_kv_that_was_saved_before_the_change_is_found(watched, tmp_path):
+    driver = stored(watched, tmp_path)
+    changed(driver)
+    assert driver.reset_prefix_cache()
+    driver.add("again", 99, 2, shares=("first", 99))
+    driver.run()
+
+    finding = watched.finding("weights/stale-load")
+    assert ("again", 96, 0, 1) == (
+        finding.request,
+        finding.tokens,
+        finding.figures["oldest"],
+        finding.figures["version"],
+    )
+    assert [(0, 2)] == used(watched, "again").suspect
+
+
+@near_miss("weights/stale-load")
+def test_a_load_of_kv_that_was_saved_after_the_change_is_clean(watched, tmp_path):
+    driver = stored(watched, tmp_path)
+    changed(driver)
+    assert driver.reset_prefix_cache()
+    driver.add("second", 99, 1)
+    driver.run()
+    assert driver.reset_prefix_cache()
+    driver.add("again", 99, 2, shares=("second", 99))
+    driver.run()
+
+    assert [] == watched.violation_ids()
+    assert [(0, 99, 1, 1)] == used(watched, "again").prompt
+
+
+@near_miss("weights/stale-load")
+def test_a_load_of_kv_that_another_engine_saved_is_not_known(watched, tmp_path):
+    stored(watched, tmp_path)
+    driver = stored(watched, tmp_path)
+    changed(driver)
+    driver.add("second", 99, 1, shares=("first", 99))
+    driver.reset_prefix_cache()
+    watched.audits[-1].ledger.blocks.saved_weights.clear()
+    driver.run()
+
+    assert [] == watched.violation_ids()
+    assert [(0, 1)] == used(watched, "second").unknown
 
 
 # --- what is not known ------------------------------------------------------------------------------------
