@@ -131,7 +131,7 @@ class Observer:
                 self.pools.remove()
             self.hooks.remove()
             raise
-        self.weights.start()
+        self.weights.start(digests=self.level == "content")
         self.begin_segment()
 
     def stop(self, reason: str) -> None:
@@ -250,6 +250,7 @@ class Observer:
             self.census(now)
         else:
             self.log.flush(now)
+        self.weights.look(now)
         if self.pools is not None:
             self.pools.at_rest()
 

@@ -18,12 +18,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import events as ev
 from ..hooks import EngineMismatch, Wrapping
 from .step_log import StepLog
 from .vllm_classes import engine_core
+
+if TYPE_CHECKING:
+    from .content.weight_digest import WeightDigest
 
 logger = logging.getLogger("kvledger")
 
@@ -49,6 +52,8 @@ HARMLESS = frozenset(
     )
 )
 """Methods of vLLM's workers that leave weights as they are, or that other calls are observed for."""
+
+NEVER = float("inf")
 
 DRAFT = "draft model"
 """Stands for the draft model where other names are those of adapters: no request's KV depends on it."""
@@ -115,11 +120,19 @@ class WeightsWatch:
         """The adapters that were loaded and removed."""
         self._models: list[Wrapping] = []
         """The wrapped methods of models."""
-        self.is_equal: Callable[[], bool | None] = lambda: None
-        """Tells by a digest whether all weights are those of its last call; None: not known."""
+        self._digests: list[WeightDigest] = []
+        """The digests of the models in this process, at level ``content``."""
+        self._looked_at = 0
+        """When the digests last looked at samples."""
+        self._look_us: float | None = None
+        """Microseconds from one look to the next at least; None: no digest is taken."""
 
-    def start(self) -> None:
-        """Wrap what changes weights."""
+    def start(self, *, digests: bool) -> None:
+        """Wrap what changes weights. ``digests``: confirm changes by digests, and look for others."""
+        if digests:
+            from .content.options import options
+
+            self._look_us = options().weights_seconds * 1e6 or NEVER
         core = engine_core()
         if core is not None:
             for name in CORE_METHODS:
@@ -156,6 +169,11 @@ class WeightsWatch:
 
             return load_weights
 
+        if self._look_us is not None:
+            with self._guarded("the digest of the weights"):
+                from .content.weight_digest import WeightDigest
+
+                self._digests.append(WeightDigest(model))
         try:
             self._models.append(Wrapping(model, "load_weights", make))
         except EngineMismatch as mismatch:
@@ -168,6 +186,20 @@ class WeightsWatch:
             yield
         except Exception as error:
             self._failed(hook, error, removed=False)
+
+    def look(self, now: int) -> None:
+        """Between two steps, now and then: look whether the weights changed without a call that was seen."""
+        if self._look_us is not None and self._digests and now - self._looked_at >= self._look_us:
+            self._looked_at = now
+            with self._guarded("the digest of the weights"):
+                looks = [digest.looks_equal() for digest in self._digests]  # each notes what it sees
+                if not all(looks):
+                    self.changed("digest", ev.DETECTED, equal=False)
+
+    def _is_equal(self) -> bool | None:
+        """Whether all weights are those of the last call, by a digest; None: not known."""
+        found = {digest.is_equal() for digest in self._digests}
+        return False if False in found else True if found == {True} else None
 
     # --- the calls --------------------------------------------------------------------------------------
 
@@ -227,7 +259,7 @@ class WeightsWatch:
         """Emit a change, or a call that may be one. Changes with no step between them have one number."""
         step, version = self._step(), max(self.versions.values(), default=0)
         if equal is None and not adapter and kind in (ev.DECLARED, ev.POSSIBLE):
-            equal = self.is_equal()
+            equal = self._is_equal()
             kind = ev.DETECTED if equal is False and kind == ev.POSSIBLE else kind
         event = ev.WeightsChanged(self._log.now(), step, version, by[:80], kind, label[:80], adapter, equal)
         if event.changes:
@@ -259,7 +291,8 @@ def _wrap(core: Any, name: str) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _watches.get(getattr(self, "scheduler", None))
+        scheduler = getattr(self, "scheduler", None)
+        watch = None if scheduler is None else _watches.get(scheduler)
         if watch is None:
             return original(self, *args, **kwargs)
         try:

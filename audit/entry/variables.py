@@ -14,6 +14,8 @@ ENGINE = {
     "KVLEDGER_CONTENT_SCRUB_BYTES": "bytes of blocks at rest that level content verifies in a step",
     "KVLEDGER_CONTENT_KEY": "the key of the fingerprints, for engines whose transfers are compared",
     "KVLEDGER_CONTENT_SKETCH": "1: level content compares blocks that are computed again",
+    "KVLEDGER_CONTENT_WEIGHTS_SECONDS": "from one look of level content at the weights to the next, 10 by "
+    "default; 0: never",
     "KVLEDGER_CONTENT_STORE": "who alone writes to the connector's store: own (this engine) or fleet "
     "(engines with the same KVLEDGER_CONTENT_KEY)",
     "KVLEDGER_EVENTS_KEY": "a secret of 16 or more characters, by which KV events are compared with blocks",

@@ -144,9 +144,8 @@ class Expected:
                 yield "stale hit", f"{name}: {name in stale} in the ledger, {name not in stale} on the device"
             used = weights_used(auditor.ledger.closed[name])
             rows = [(each[2], each[3]) for each in used.output for _ in range(each[0], each[1])]
-            sampled = self.device.sampled.get(name, [])[
-                : len(rows)
-            ]  # some releases return tokens past a stop
+            # Some releases return tokens past a stop.
+            sampled = self.device.sampled.get(name, [])[: len(rows)]
             ledger, device = map(_are_suspect, (rows, sampled))
             if ledger != device:
                 yield "suspect outputs", f"{name}: {ledger} in the ledger, {device} on the device"

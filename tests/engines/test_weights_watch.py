@@ -1,0 +1,191 @@
+"""Which calls of an engine core change weights, and how the changes are numbered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvledger.audit.engines import weights_watch
+from kvledger.audit.engines.step_log import StepLog
+from kvledger.audit.engines.weights_watch import WeightsWatch, mark_weights
+from kvledger.audit.events import DECLARED, LABELLED, POSSIBLE, WeightsChanged
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
+
+
+class EngineCore:
+    """The methods of vLLM's class that are wrapped."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[str]:
+        if method == "fails":
+            raise ValueError("no such method")
+        return ["done"]
+
+    def add_lora(self, lora_request: Any) -> bool:
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return True
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        return None
+
+    def wake_up(self, tags: Any = None) -> None:
+        return None
+
+    def set_weight_version(self, weight_version: str) -> None:
+        return None
+
+
+class Scheduler:
+    vllm_config = None
+
+
+class Engine:
+    """An observed engine core. ``step`` is the number of its last step."""
+
+    def __init__(self) -> None:
+        self.step, self.sink, self.failures = 0, MemoryRecorder(), []
+        scheduler = Scheduler()
+        self.core: Any = EngineCore(scheduler)
+        self.watch = WeightsWatch(scheduler, StepLog(self.sink), lambda: self.step, self.failed)
+        self.watch.start(digests=False)
+
+    def failed(self, *failure: Any, **_: Any) -> None:
+        self.failures.append(failure)
+
+    def changes(self) -> list[tuple[int, str, str]]:
+        events = [each for each in self.sink.take() if isinstance(each, WeightsChanged)]
+        assert not self.failures
+        return [(each.version, each.by, each.kind) for each in events]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights_watch, "engine_core", lambda: EngineCore)
+    engine = Engine()
+    yield engine
+    engine.watch.remove()
+
+
+def adapter(name: str, number: int, path: str = "", **more: Any) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, **more)
+
+
+@pytest.mark.parametrize(
+    "method", ["reload_weights", "update_weights", "finish_weight_update", "reset_weights"]
+)
+def test_a_call_whose_purpose_it_is_changes_weights(engine, method):
+    assert ["done"] == engine.core.collective_rpc(method)
+    assert [(1, method, DECLARED)] == engine.changes()
+
+
+@pytest.mark.parametrize("method", ["profile", "check_health", "get_model", "synchronize_device", "sleep"])
+def test_a_harmless_call_is_not_recorded(engine, method):
+    engine.core.collective_rpc(method)
+    assert [] == engine.changes()
+
+
+def test_a_function_of_the_caller_may_change_weights(engine):
+    def scale(worker: Any) -> None: ...
+
+    engine.core.collective_rpc(scale)
+    engine.core.collective_rpc("my_extension", args=(1,))
+    assert [(0, "scale", POSSIBLE), (0, "my_extension", POSSIBLE)] == engine.changes()
+
+
+def test_a_call_that_fails_raises_and_is_recorded(engine):
+    with pytest.raises(ValueError, match="no such method"):
+        engine.core.collective_rpc("fails")
+    assert [(0, "fails", POSSIBLE)] == engine.changes()
+
+
+def test_changes_without_a_step_between_have_one_number(engine):
+    engine.core.collective_rpc("update_weights")
+    engine.core.collective_rpc("update_weights")
+    engine.core.set_weight_version("new")
+    engine.step += 1
+    engine.core.collective_rpc("update_weights")
+    assert [1, 1, 1, 2] == [version for version, _, _ in engine.changes()]
+
+
+def test_weights_of_the_draft_model_are_not_those_of_requests(engine):
+    engine.core.collective_rpc("start_draft_weight_update")
+    engine.core.collective_rpc("update_weights")
+    engine.core.collective_rpc("finish_weight_update")
+    assert {"draft model": 1} == engine.watch.versions
+
+
+def test_a_label_alone_changes_nothing(engine):
+    engine.core.set_weight_version("step 7")
+    assert [(0, "set_weight_version", LABELLED)] == engine.changes()
+
+
+@pytest.mark.parametrize(
+    ("level", "tags", "changes"),
+    [(2, None, 1), (2, ["weights"], 1), (2, ["kv_cache"], 0), (1, None, 0), (0, ["scheduling"], 0)],
+)
+def test_weights_are_gone_after_a_sleep_that_discards_them(engine, level, tags, changes):
+    engine.core.sleep(level)
+    engine.core.wake_up(tags)
+    assert changes == len(engine.changes())
+
+
+def test_an_adapter_that_is_loaded_first_changes_nothing(engine):
+    engine.core.add_lora(adapter("sql", 1))
+    assert [] == engine.changes()
+
+
+def test_an_adapter_in_place_is_compared_by_its_files(engine, tmp_path: Path):
+    (tmp_path / "adapter.safetensors").write_text("one")
+    engine.core.add_lora(adapter("sql", 1, str(tmp_path)))
+    engine.core.add_lora(adapter("sql", 1, str(tmp_path), load_inplace=True))
+    (tmp_path / "adapter.safetensors").write_text("another")
+    engine.core.add_lora(adapter("sql", 1, str(tmp_path), load_inplace=True))
+
+    assert [(0, "add_lora", DECLARED), (1, "add_lora", DECLARED)] == engine.changes()
+    assert {"sql": 1} == engine.watch.versions
+
+
+def test_an_adapter_that_was_removed_and_added_again_may_have_changed(engine):
+    engine.core.add_lora(adapter("sql", 1, "organisation/sql"))
+    engine.core.remove_lora(1)
+    engine.core.add_lora(adapter("sql", 2, "organisation/sql"))
+    assert [(0, "add_lora", POSSIBLE)] == engine.changes()
+
+
+def test_an_adapter_of_tensors_that_is_added_again_has_changed(engine):
+    engine.core.add_lora(adapter("policy", 1, lora_tensors={}))
+    engine.core.remove_lora(1)
+    engine.core.add_lora(adapter("policy", 1, lora_tensors={}))
+    assert [(1, "add_lora", DECLARED)] == engine.changes()
+
+
+def test_a_mark_reaches_every_observed_engine(engine):
+    other = Engine()
+    assert 2 == mark_weights("step 8")
+    assert [(1, "mark_weights", DECLARED)] == engine.changes() == other.changes()
+    other.watch.remove()
+
+
+def test_the_class_is_restored_with_the_last_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights_watch, "engine_core", lambda: EngineCore)
+    before = dict(vars(EngineCore))
+    one, two = Engine(), Engine()
+    one.watch.remove()
+    assert before["collective_rpc"] is not EngineCore.collective_rpc
+    two.watch.remove()
+    assert before == dict(vars(EngineCore))
+
+
+def test_a_hook_that_fails_is_told_and_the_call_returns(engine):
+    engine.watch._rpc = None  # type: ignore[assignment]
+    assert ["done"] == engine.core.collective_rpc("reload_weights")
+    assert "collective_rpc" == engine.failures[0][0]
