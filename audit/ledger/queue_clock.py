@@ -26,9 +26,9 @@ class QueueClock:
         """Since when it holds."""
         self.spent = [0] * len(_PLACE)
         """The time of each cause until then."""
-        self.waiting: dict[int, tuple[int, ...] | None] = {}
-        """By request without an admission: the reading of the clock when a step first left it waiting; None
-        if none has."""
+        self.waiting: dict[int, int | tuple[int, ...]] = {}
+        """By request without an admission: the reading from which its time counts. Until a step has left it
+        waiting, the time of its arrival; from then on the time between is a part of the next step's."""
 
     def _read(self, at: int) -> list[int]:
         reading = list(self.spent)
@@ -38,34 +38,33 @@ class QueueClock:
     def begin(self, request: int, at: int, *, seen: bool) -> None:
         """The request waits. ``seen``: its arrival is an event; else a step may have left it waiting."""
         missed = not seen or self.cause == causes.QUEUED_PAUSED
-        self.waiting[request] = tuple(self._read(at)) if missed else None
+        self.waiting[request] = tuple(self._read(at)) if missed else at
 
     def set(self, cause: str, at: int) -> None:
         """A step left requests waiting for this cause."""
         self.spent, self.cause, self.since = self._read(at), cause, at
-        reading = tuple(self.spent)
         for request in reversed(self.waiting):
-            if self.waiting[request] is not None:
+            arrived = self.waiting[request]
+            if not isinstance(arrived, int):
                 break
-            self.waiting[request] = reading
+            reading = list(self.spent)
+            reading[_NEXT_STEP] -= at - arrived
+            self.waiting[request] = tuple(reading)
 
     def read_anew(self) -> None:
         """Let the present reading be 0; only differences are ever used. A cause that holds for nobody is
         forgotten, but not a pause, which also holds for requests that are still to come."""
-        if self.cause != causes.QUEUED_PAUSED and not any(self.waiting.values()):
+        left = {request: found for request, found in self.waiting.items() if not isinstance(found, int)}
+        if self.cause != causes.QUEUED_PAUSED and not left:
             self.cause, self.since = causes.QUEUED_UNKNOWN, 0
-        for request, reading in self.waiting.items():
-            if reading is not None:
-                self.waiting[request] = tuple(map(sub, reading, self.spent))
+        self.waiting |= {request: tuple(map(sub, reading, self.spent)) for request, reading in left.items()}
         self.spent = [0] * len(_PLACE)
 
     def end(self, request: int, waited: int, at: int) -> tuple[int, ...]:
         """The parts of the time that the request waited: it is admitted, or it ends."""
-        began = self.waiting.pop(request, None)
-        if began is None or not self.recorded:
-            parts = [0] * len(_PLACE)
-            parts[_NEXT_STEP if self.recorded else _UNKNOWN] = waited
-        else:
-            parts = list(map(sub, self._read(at), began))
-            parts[_NEXT_STEP] += waited - sum(parts)
+        began = self.waiting.pop(request, at - waited)
+        if self.recorded and not isinstance(began, int):
+            return tuple(map(sub, self._read(at), began))
+        parts = [0] * len(_PLACE)
+        parts[_NEXT_STEP if self.recorded else _UNKNOWN] = waited
         return tuple(parts)
