@@ -43,7 +43,7 @@ KEEP_SECONDS = 60.0
 """How long a line waits for its requests, and a request for its line."""
 
 LARGEST_LINE = 1 << 20
-"""Bytes of a line; a longer one is passed over."""
+"""Bytes of a line; a longer one is passed over, which is said."""
 
 
 class _Line(NamedTuple):
@@ -75,7 +75,7 @@ class _Log:
         self._begun = False
         """Whether it was looked at once: what was written before is not read."""
         self._waiting = b""
-        """The beginning of a line that is not complete."""
+        """The beginning of a line that is not complete: no more than shows that it is too long."""
 
     def lines(self) -> Iterator[bytes]:
         """The lines that were written since the last call."""
@@ -100,8 +100,7 @@ class _Log:
         while part := file.read(LARGEST_LINE):
             *whole, self._waiting = (self._waiting + part).split(b"\n")
             yield from whole
-            if len(self._waiting) > LARGEST_LINE:
-                self._waiting = b""
+            self._waiting = self._waiting[: LARGEST_LINE + 1]
 
     def close(self) -> None:
         """Close the log. A line that is not complete is dropped."""
@@ -177,6 +176,9 @@ class UsageComparison:
                 self._drop(self._closed.popleft())
 
     def _told(self, log: _Log, line: bytes) -> list[Told]:
+        if len(line) > LARGEST_LINE:
+            self._say(log, f"has a line of more than {LARGEST_LINE:,} bytes")
+            return []
         try:
             return told_in(line, log.path, 0) if line.strip() else []
         except LedgerError:

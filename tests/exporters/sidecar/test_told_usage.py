@@ -15,6 +15,7 @@ from tests.histories import events
 from kvledger.audit.events import Event, RequestAdded, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.metrics.metric_list import collect
+from kvledger.exporters.sidecar import told_usage
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.sidecar.told_usage import KEEP_SECONDS, SETTLE_SECONDS, UsageComparison
 
@@ -192,6 +193,21 @@ def test_a_log_that_was_replaced_is_read_from_its_beginning(
     served.wait()
 
     assert {("equal",): 2} == served.counted()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_line_above_the_limit_is_said_and_passed_over(served: Served, parts: int) -> None:
+    for part in range(parts):
+        with served.log.open("a") as log:
+            log.write("x" * (told_usage.LARGEST_LINE // parts + 1))
+            log.write("\n" if part == parts - 1 else "")
+        served.comparison.turn()
+    served.request("cmpl-a-0-0a1b2c3d")
+    served.tell("cmpl-a")
+    served.wait()
+
+    assert {("equal",): 1} == served.counted()
+    assert [f"The usage log {served.log} has a line of more than 1,048,576 bytes."] == served.said
 
 
 def test_what_is_no_line_of_a_log_is_said_once_and_passed_over(served: Served) -> None:
