@@ -116,9 +116,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sampled_evictions(self) -> tuple[int, float] | None:
         """Blocks of the sample, and the share of them that was evicted; None: too few blocks."""
-        blocks = sum(row.blocks for row in self.sampled if row.share is not None)
-        evicted = sum(row.blocks for row in self.sampled if row.cause == EVICTED)
-        return (blocks, evicted / blocks) if blocks else None
+        shares = {row.cause: row.share for row in self.sampled if row.share is not None}
+        return (sum(row.blocks for row in self.sampled), shares.get(EVICTED, 0.0)) if shares else None
 
 
 def why(
