@@ -2,7 +2,6 @@
 
 The journals are read once, in the order of time over all engines. At each tick every metric is sampled, as a
 scrape at that time would have. Metrics about the present of an engine or of a sidecar are left out.
-Format: https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from prometheus_client.utils import floatToGoString
-
 from ...audit.errors import LedgerError
 from ...audit.events import Event
 from ...audit.journal.catalogue import find_journals
@@ -27,6 +24,7 @@ from ...audit.replay.prompt_pairs import pair
 from ..files import whole
 from .labels import free_label
 from .metric_list import METRICS, Metric, collect
+from .openmetrics import END, escaped, heading, labels_text, number_text
 from .prometheus import family
 from .values import MetricSample
 
@@ -52,7 +50,7 @@ def export(paths: Sequence[Path], output: Path, interval: float, added: Mapping[
 
     ``added`` are labels for every sample, such as the ``job`` that a scrape adds. Raises LedgerError.
     """
-    suffix = "".join(f',{name}="{_escaped(value)}"' for name, value in added.items())
+    suffix = "".join(f',{name}="{escaped(value)}"' for name, value in added.items())
     with whole(output) as draft, contextlib.ExitStack() as stack:
         files = {
             metric.name: stack.enter_context(tempfile.TemporaryFile("w+", newline="\n"))
@@ -140,20 +138,11 @@ def _sample(file: IO[str], metric: Metric, rows: Iterable[MetricSample], at: flo
     """Write the present samples of one metric, each line after a key that its histogram's samples share."""
     written = 0
     for sample in family(metric, rows).samples:
-        labels = {name: f'{name}="{_escaped(value)}"' for name, value in sample.labels.items()}
-        block = ",".join(labels.values()) + suffix
-        key = ",".join(text for name, text in labels.items() if name != "le")
-        file.write(f"{key}\t{sample.name}{{{block.lstrip(',')}}} {_number(sample.value)} {at:.3f}\n")
+        block = labels_text(sample.labels) + suffix
+        key = labels_text({name: value for name, value in sample.labels.items() if name != "le"})
+        file.write(f"{key}\t{sample.name}{{{block.lstrip(',')}}} {number_text(sample.value)} {at:.3f}\n")
         written += 1
     return written
-
-
-def _number(value: float) -> str:
-    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _concatenate(file: IO[str], files: Mapping[str, IO[str]]) -> None:
@@ -161,10 +150,7 @@ def _concatenate(file: IO[str], files: Mapping[str, IO[str]]) -> None:
     for metric in EXPORTED:
         part = files[metric.name]
         if part.tell():
-            file.write(f"# TYPE {metric.name} {metric.kind}\n")
-            if metric.unit:
-                file.write(f"# UNIT {metric.name} {metric.unit}\n")
-            file.write(f"# HELP {metric.name} {_escaped(metric.help)}\n")
+            file.write(heading(metric.name, metric.kind, metric.unit, metric.help))
             part.seek(0)
             groups: dict[str, list[str]] = {}
             for line in part:
@@ -172,4 +158,4 @@ def _concatenate(file: IO[str], files: Mapping[str, IO[str]]) -> None:
                 groups.setdefault(key, []).append(sample)
             for samples in groups.values():
                 file.writelines(samples)
-    file.write("# EOF\n")
+    file.write(END)

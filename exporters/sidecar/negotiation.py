@@ -1,7 +1,6 @@
 """Which format and encoding a scraper accepts, by RFC 9110.
 
-prometheus_client reads the same headers without their weights, and raises on some of them. So it is given
-headers that hold only what was chosen here.
+prometheus_client reads the same headers without their weights, and raises on some of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ TEXT = "text/plain"
 
 _WEIGHT = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
 _VERSION = re.compile(r"(\d{1,3})\.\d{1,3}\.\d{1,3}")
-_ESCAPING = ("allow-utf-8", "underscores", "dots", "values")
 
 
 class Range(NamedTuple):
@@ -43,14 +41,11 @@ def ranges(header: str) -> list[Range]:
 
 
 def accepted_format(header: str) -> str:
-    """An ``Accept`` header that names one format: the one that ``header`` likes best, else plain text."""
+    """The format that an ``Accept`` header likes best, else plain text."""
     found = ranges(header)
     offers = [(*_liking(offer, found), offer) for offer in (TEXT, OPENMETRICS)]
     weight, _, offer = max(offers, key=lambda liking: liking[:2])
-    if not weight:
-        return TEXT
-    exact = sorted(_exact(offer, found), key=lambda one: -one.weight)
-    return ";".join((offer, *_kept(exact[0].parameters))) if exact else offer
+    return offer if weight else TEXT
 
 
 def accepts_gzip(header: str) -> bool:
@@ -80,13 +75,3 @@ def _first(version: str) -> int:
     """The first number of a version; 0 for what is no version."""
     match = _VERSION.fullmatch(version)
     return int(match[1]) if match else 0
-
-
-def _kept(parameters: dict[str, str]) -> list[str]:
-    """The parameters that prometheus_client reads, if they are well formed."""
-    kept = []
-    if _first(parameters.get("version", "")) >= 1:
-        kept.append(f"version={parameters['version']}")
-    if parameters.get("escaping") in _ESCAPING:
-        kept.append(f"escaping={parameters['escaping']}")
-    return kept

@@ -6,11 +6,13 @@ every page with figures answers 503: a counter that starts low and climbs would 
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import (
@@ -18,7 +20,7 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    make_wsgi_app,
+    generate_latest,
 )
 
 from ... import __version__
@@ -27,10 +29,11 @@ from ...audit.checks.findings import together
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
+from ..metrics.openmetrics import exposition
 from ..metrics.prometheus import AuditCollector
 from ..templating import environment
 from .follower import Follower, ignore
-from .http_server import CUT_OFF, OPEN, Application, Busy, Environ, Security, Start
+from .http_server import CUT_OFF, OPEN, Busy, Environ, Security, Start
 from .journal_finder import Notify
 from .negotiation import OPENMETRICS, accepted_format, accepts_gzip
 
@@ -42,8 +45,16 @@ Page = tuple[int, str, bytes]
 TELEMETRY_PATH = "/metrics"
 """Where the metrics are, if ``--web.telemetry-path`` names no other path."""
 
+GZIP_LEVEL = 6
+"""The highest level takes three times as long for 2 % less."""
+
 PLAIN = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
+METRICS = {
+    False: "text/plain; version=0.0.4; charset=utf-8",
+    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
+"""The content type of metrics, by whether the format is OpenMetrics."""
 EXPLAIN = "/explain/"
 
 _TEMPLATES = environment(Path(__file__).parent / "templates")
@@ -67,9 +78,9 @@ class Site:
         """Called with a sentence when an answer failed."""
         self._telemetry_path = telemetry_path
         """The path of the metrics."""
-        self._text = _exposition(follower, created=False)
+        self._text = _registry(follower, created=False)
         """The metrics in the text format."""
-        self._openmetrics = _exposition(follower, created=True)
+        self._openmetrics = _registry(follower, created=True)
         """The metrics in OpenMetrics, with ``_created`` samples."""
         self._pages: dict[str, Callable[[], Page]] = {
             "/": self._landing,
@@ -120,15 +131,15 @@ class Site:
     def _metrics(self, environ: Environ, start: Start) -> Iterable[bytes]:
         if not self._follower.ready.is_set():
             return self._send(start, environ, _NOT_YET)
-        accepted = accepted_format(environ.get("HTTP_ACCEPT", ""))
-        gzip = "gzip" if accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")) else ""
-        application = self._openmetrics if accepted.startswith(OPENMETRICS) else self._text
-        answer: list[Any] = []
-        asked = {"REQUEST_METHOD": "GET", "HTTP_ACCEPT": accepted, "HTTP_ACCEPT_ENCODING": gzip}
-        body = b"".join(application(environ | asked, lambda *started: answer.extend(started)))
-        status, headers = answer
-        start(status, [*headers, ("Content-Length", str(len(body))), *self._security.headers.items()])
-        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
+        openmetrics = accepted_format(environ.get("HTTP_ACCEPT", "")) == OPENMETRICS
+        registry = self._openmetrics if openmetrics else self._text
+        names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
+        asked = registry.restricted_registry(names) if names else registry
+        text = exposition(asked.collect()).encode() if openmetrics else generate_latest(asked)
+        packed = accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", ""))
+        body = gzip.compress(text, GZIP_LEVEL) if packed else text
+        more = [("Content-Encoding", "gzip")] if packed else []
+        return self._send(start, environ, (200, METRICS[openmetrics], body), more)
 
     def _send(
         self,
@@ -195,13 +206,13 @@ def _explanations() -> Page:
     return _html("invariants.html.j2", invariants=catalogue().values())
 
 
-def _exposition(follower: Follower, *, created: bool) -> Application:
+def _registry(follower: Follower, *, created: bool) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AuditCollector(lambda: follower.audits, follower.lock, created=created))
     ProcessCollector(registry=registry)  # process_*: this process, not an engine's
     PlatformCollector(registry=registry)  # python_info
     GCCollector(registry=registry)  # python_gc_*
-    return cast("Application", make_wsgi_app(registry))
+    return registry
 
 
 def findings(audits: Iterable[FollowedAudit]) -> dict[str, Any]:

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from prometheus_client import CollectorRegistry
-from prometheus_client import exposition as text_format
-from prometheus_client.openmetrics import exposition as open_format
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from tests import journals
@@ -24,6 +22,7 @@ from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics import backfill, prometheus
 from kvledger.exporters.metrics.metric_list import METRICS, Metric
+from kvledger.exporters.metrics.openmetrics import exposition
 from kvledger.exporters.metrics.otel import attach_telemetry
 from kvledger.exporters.metrics.values import EngineAudits, Health, MetricSample
 
@@ -103,10 +102,10 @@ def of_families(families: Iterable[Any], added: Labels = frozenset()) -> dict[st
     return found
 
 
-def scrape(format: Any, audits: Sequence[FollowedAudit] = ()) -> str:
+def families(audits: Sequence[FollowedAudit] = ()) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(prometheus.AuditCollector(lambda: list(audits), threading.Lock(), created=True))
-    return bytes(format.generate_latest(registry)).decode()
+    return registry
 
 
 def test_prometheus_text_has_every_metric(planted: dict[str, Told]) -> None:
@@ -115,11 +114,11 @@ def test_prometheus_text_has_every_metric(planted: dict[str, Told]) -> None:
 
     assert {
         name: told._replace(kind=kinds.get(told.kind, told.kind), unit="") for name, told in planted.items()
-    } == of_families(parse_text(scrape(text_format)))
+    } == of_families(parse_text(generate_latest(families()).decode()))
 
 
 def test_openmetrics_has_every_metric(planted: dict[str, Told]) -> None:
-    assert planted == of_families(parse_open(scrape(open_format)))
+    assert planted == of_families(parse_open(exposition(families().collect())))
 
 
 def test_the_file_of_past_samples_has_every_metric_but_those_of_the_present(
@@ -216,7 +215,7 @@ def test_neither_metrics_nor_spans_hold_a_prompts_text_or_token_ids(monkeypatch:
         telemetry.watch(audit)
         for number, event in enumerate(stream):
             audit.feed(number, event)
-        scraped = scrape(open_format, [audit])
+        scraped = exposition(families([audit]).collect())
         telemetry.close()
 
     assert {"kvledger.request", "kvledger.life"} == {span.name for span in received.spans}
