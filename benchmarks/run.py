@@ -158,6 +158,8 @@ def sidecar_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[R
     yield Row(f"{fleet}: share of a core", f"{share:.2f}", "", "at most 0.5", share <= 0.5, "sidecar")
     what = f"{fleet}: lag in seconds (median {load.lag_median:.1f}), worst"
     yield Row(what, f"{lag:.1f}", "", "at most 2", lag <= 2, "sidecar")
+    what = f"{fleet}: a scrape in seconds (worst {load.scrape_worst:.2f}), median"
+    yield Row(what, f"{load.scrape_median:.3f}", "", "at most 0.25", load.scrape_median <= 0.25, "sidecar")
     requests = round(sidecar.REQUESTS * amount.share)
     progress(f"sidecar: memory over {requests:,} requests")
     few, many = sidecar.resident_bytes(requests, folder)

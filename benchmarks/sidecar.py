@@ -7,12 +7,15 @@ Run it with `make bench ARGS=sidecar`, or alone with ``python benchmarks/sidecar
   the recorder does: a batch every 0.25 s, and unchanged steps only counted.
 - The sidecar is `kvledger serve` itself, with its checkpoint, scraped every 5 s.
 - Lag is the age of the last event in a scrape, so it includes every delay in between.
+- A scrape is timed from the request to its last byte, in the format and with the compression that
+  Prometheus asks for.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import re
 import select
 import subprocess
@@ -34,7 +37,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.exporters.sidecar.follower import Follower
 
-ENGINES = 20
+ENGINES = 32
 STEPS_A_SECOND = 50
 RUNNING = 256
 REQUESTS_A_SECOND = 5
@@ -42,15 +45,18 @@ WRITE_SECONDS = 0.25
 FLUSH_SECONDS = 1.0
 SCRAPE_SECONDS = 5.0
 PROMPT_TOKENS = 1_000
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 class Load(NamedTuple):
-    """The sidecar's load beside the engines. Lags are in seconds; ``cpu_share`` is of one core."""
+    """The sidecar's load beside the engines. ``cpu_share`` is of one core; all but it are seconds."""
 
     engines: int
     cpu_share: float
     lag_median: float
     lag_worst: float
+    scrape_median: float
+    scrape_worst: float
 
 
 class Engine:
@@ -197,24 +203,31 @@ def measure(seconds: float, folder: Path, engines: int = ENGINES) -> Load:
         process = psutil.Process(serving.pid)
         before, since = sum(process.cpu_times()[:2]), time.monotonic()
         lags: list[float] = []
+        scrapes: list[float] = []
         while time.monotonic() - since < seconds:
             time.sleep(min(SCRAPE_SECONDS, seconds))
-            lags += _lags(url)
+            began = time.monotonic()
+            text = _scrape(url)
+            scrapes.append(time.monotonic() - began)
+            lags += _lags(text, time.time())
         share = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - since)
     finally:
         serving.terminate()
         serving.communicate()
         writing.communicate("")
-    return Load(engines, share, percentile(lags, 50), max(lags))
+    return Load(engines, share, percentile(lags, 50), max(lags), percentile(scrapes, 50), max(scrapes))
 
 
 _LAST = re.compile(r"^kvledger_last_event_timestamp_seconds\{.*\} (\S+)$", re.MULTILINE)
 
 
-def _lags(url: str) -> Iterator[float]:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        text = answer.read().decode()
-    now = time.time()
+def _scrape(url: str) -> str:
+    request = urllib.request.Request(url, headers={"Accept": OPENMETRICS, "Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return gzip.decompress(answer.read()).decode()
+
+
+def _lags(text: str, now: float) -> Iterator[float]:
     return (now - float(last) for last in _LAST.findall(text))
 
 
@@ -270,6 +283,7 @@ def main() -> None:
     for what, figure in (
         (f"share of a core beside {load.engines} engines", f"{load.cpu_share:.2f}"),
         ("lag in seconds, median and worst", f"{load.lag_median:.2f}, {load.lag_worst:.2f}"),
+        ("a scrape in seconds, median and worst", f"{load.scrape_median:.3f}, {load.scrape_worst:.3f}"),
         (f"MiB resident after {arguments.requests // 10:,} requests", f"{few / 2**20:.1f}"),
         (f"MiB resident after {arguments.requests:,} requests", f"{many / 2**20:.1f}"),
     ):
