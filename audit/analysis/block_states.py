@@ -147,6 +147,8 @@ class BlockStates(msgspec.Struct):
 
     use: BlockUse = msgspec.field(default_factory=BlockUse)
     """The sums so far."""
+    distributed: bool = True
+    """Whether ``use`` has its distributions; the caller can make others of ``ended`` and ``idle_seconds``."""
     seen: bool = False
     """Whether the journal has block events."""
     now: dict[str, int] | None = None
@@ -226,8 +228,9 @@ class BlockStates(msgspec.Struct):
                 if references == 1 and stay.released_at >= 0:
                     idle = (event.at - stay.released_at) / 1e6
                     self.idle_seconds.append(idle)
-                    self.use.reuse_seconds.add(idle)
-                    self.use.reuse_blocks.add(self.allocations - stay.released_after)
+                    if self.distributed:
+                        self.use.reuse_seconds.add(idle)
+                        self.use.reuse_blocks.add(self.allocations - stay.released_after)
 
     def _freed(self, event: pool_calls.BlocksFreed) -> None:
         pool = self.pools.get(event.pool)
@@ -307,9 +310,9 @@ class BlockStates(msgspec.Struct):
         if how == causes.EVICTED:
             self.use.evicted += 1
             self.use.never_hit += not stay.hits
-            if stay.cached_at >= 0:
+            if self.distributed and stay.cached_at >= 0:
                 self.use.lifetimes.add((at - stay.cached_at) / 1e6)
-            if stay.released_at >= 0:
+            if self.distributed and stay.released_at >= 0:
                 self.use.idle.add((at - stay.released_at) / 1e6)
         self.ended.append(stay)
 

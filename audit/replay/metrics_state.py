@@ -168,7 +168,7 @@ class MetricsState(Sums):
     remote_wait: Distribution = msgspec.field(default_factory=lambda: Distribution.over(WAIT_SECONDS))
     spreads: dict[str, Distribution] = msgspec.field(default_factory=_no_spreads)
     """The histograms that figures declare, by figure."""
-    blocks: BlockStates = msgspec.field(default_factory=BlockStates)
+    blocks: BlockStates = msgspec.field(default_factory=lambda: BlockStates(distributed=False))
     """The pools' blocks, if the level is ``blocks``."""
     labels: dict[str, dict[str, Totals]] = {}
     """Totals of ended requests by label (:data:`LABELS`) and value; without the label they are in none."""

@@ -58,7 +58,7 @@ from .followed_audit import FollowedAudit
 from .recorded_events import RecordedEvents
 from .worker_journals import Progress, WorkerJournals
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
 
 OBJECTS: tuple[type, ...] = (

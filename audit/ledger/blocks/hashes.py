@@ -11,7 +11,7 @@ from ..statements import RemovedRange
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
-from .records import TABLE, UNKNOWN, Operation, Pool, hash_text, remember
+from .records import TABLE, UNKNOWN, Operation, Pool, remember
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
@@ -27,9 +27,10 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
                 request = _sole_writer(holdings, pool, block)
                 sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
                 who = holdings.holder(TABLE, request, group)
-            what, whose = f"cached {hash_text(hash_id)} up to {end}", who.request_id
+                holdings.newly_cached.append((event.pool, request, [block], [end]))
+            whose, by, stack = who.request_id, "cache_blocks", event.stack
             operation = Operation(
-                event.step, event.at, what, "cache_blocks", whose, who.life, group, event.stack
+                event.step, event.at, "cached", by, whose, who.life, group, stack, [hash_id], end
             )
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
             covered = pool.ends.setdefault(hash_id, end)
@@ -38,6 +39,8 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             elif end > sequence_tokens >= 0:
                 holdings.report_cached(SEQUENCE, whose, event.pool, block, end, sequence_tokens, request)
                 pool.records[block].wrong_from = sequence_tokens
+        if named >= 0:
+            holdings.newly_cached.append((event.pool, named, blocks, ends))
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -86,11 +89,10 @@ def _hash(
     record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
     remember(record, done)
     placed(pool, record, group, end)
-    if (event.pool, block) in holdings.hash_awaited:
+    if holdings.hash_awaited and (event.pool, block) in holdings.hash_awaited:
         allocated = record.allocations[-2] if record.allocations else UNKNOWN
         holdings.hash_awaited.discard((event.pool, block))
         holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
-    holdings.newly_cached.append((event.pool, block, request, end))
 
 
 def _note_return(
@@ -139,11 +141,14 @@ HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
 def check_pending(holdings: Holdings) -> None:
     """Report blocks that were cached before an asynchronous load has filled them."""
     hashed, holdings.newly_cached = holdings.newly_cached, []
-    for pool, block, request, end in hashed:
-        account = holdings.accounts.get(request)
+    for number, request, blocks, ends in hashed:
+        account, pool = holdings.accounts.get(request), holdings.pools.get(number)
         life = account.life if account is not None else None
-        record = holdings.pools[pool].records.get(block) if pool in holdings.pools else None
-        if account is None or life is None or record is None or record.cached_for != request:
+        if account is None or life is None or pool is None:
             continue
-        if life.asynchronous and life.pending and not life.ran and end > life.local:
-            holdings.report_cached(PENDING, account.request_id, pool, block, end, life.local, request)
+        if not life.asynchronous or not life.pending or life.ran:
+            continue
+        for block, end in zip(blocks, ends, strict=True):
+            record = pool.records.get(block)
+            if record is not None and record.cached_for == request and end > life.local:
+                holdings.report_cached(PENDING, account.request_id, number, block, end, life.local, request)

@@ -27,10 +27,11 @@ from .records import (
     Operation,
     Pool,
     hash_text,
+    keep_newest,
 )
 
 REMOVED_HASHES_KEPT = 2
-"""How many hashes that left the cache map are remembered, per block of the pool."""
+"""How many hashes that left the cache map are remembered at least, per block of the pool."""
 
 Accounts = Mapping[int, Account]
 
@@ -83,8 +84,8 @@ class Holdings:
         """By request: first position and number of its lowest step whose window is not judged yet."""
         self.state_ends: dict[int, int] = {}
         """Where the last state ends of a request whose count fell and that no step has scheduled since."""
-        self.newly_cached: list[tuple[int, int, int, int]] = []
-        """Blocks cached by this step: pool, block, request, end. Checked against loads after the step."""
+        self.newly_cached: list[tuple[int, int, list[int], list[int]]] = []
+        """What this step cached: pool, request, blocks, ends. Checked against loads after the step."""
         self.hash_awaited: set[tuple[int, int]] = set()
         """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
         self.hash_arrived: list[tuple[int, int, int, int, str]] = []
@@ -138,25 +139,27 @@ class Holdings:
     def add_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Add a reference to a block."""
         record.holders.append(holder)
+        place = pool, block
         if holder.kind == DEFERRED:
-            self.deferred[pool, block] = holder
-        if holder.kind == TABLE and holder.request >= 0:
+            self.deferred[place] = holder
+        elif holder.kind == TABLE and holder.request >= 0:
             held = self.held.setdefault(holder.request, {})
-            held[pool, block] = held.get((pool, block), 0) + 1
+            held[place] = held.get(place, 0) + 1
 
     def remove_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Take a reference from a block."""
         record.holders.remove(holder)
+        place = pool, block
         if holder.kind == DEFERRED:
-            self.deferred.pop((pool, block), None)
-        if holder.kind == TABLE and holder.request >= 0:
-            held = self.held.get(holder.request)
-            if held is not None and (pool, block) in held:
-                held[pool, block] -= 1
-                if not held[pool, block]:
-                    del held[pool, block]
-                    if not held:
-                        del self.held[holder.request]
+            self.deferred.pop(place, None)
+        elif holder.kind == TABLE and (held := self.held.get(holder.request)) is not None:
+            times = held.get(place, 0)
+            if times > 1:
+                held[place] = times - 1
+            elif times:
+                del held[place]
+                if not held:
+                    del self.held[holder.request]
 
     def drop_hashes(self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "") -> None:
         """Take all hashes from a block. ``how``: remember that they left the cache map, and why."""
@@ -168,8 +171,7 @@ class Holdings:
                 pool.removed.pop(hash_id, None)
                 if how:
                     pool.removed[hash_id] = (step, UNKNOWN, how)
-                    if len(pool.removed) > REMOVED_HASHES_KEPT * pool.blocks:
-                        del pool.removed[next(iter(pool.removed))]
+                    keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
         record.isolation, record.wrong_from = None, UNKNOWN
@@ -238,6 +240,6 @@ class Holdings:
                 else "outside the block tables"
             )
             who += f", group {done.group}" if done.request_id and done.group >= 0 else ""
-            lines.append(f"    step {done.step}: {done.what}, {who}, by {done.by}")
+            lines.append(f"    step {done.step}: {done}, {who}, by {done.by}")
             lines += [f"      {frame}" for frame in done.stack or ()]
         return lines

@@ -18,7 +18,7 @@ from .engine_reports import compare_references
 from .entries import StrayFree
 from .holdings import Holdings
 from .isolation import report_other_classes
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Holder, Pool, hash_text, remember, used
+from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Holder, Pool, remember, used
 
 
 def _allocated(holdings: Holdings, event: pool_calls.BlocksAllocated) -> None:
@@ -40,20 +40,21 @@ def _allocate(
         holdings.demand.hold(request, used(pool))
     holder = holdings.actor(TABLE, request, group)
     done = holdings.operation(event, "allocated", event.by, request, group)
+    blocks = [block for block in blocks if block != pool.null_block]
+    filled = provenance.allocated(holdings, event.pool, blocks, holder)
     for block in blocks:
-        if block == pool.null_block:
-            continue
         record = holdings.record(pool, block)
-        evicted = ", ".join(map(hash_text, record.hash_ids))
+        evicted = record.hash_ids
         holdings.drop_hashes(pool, record, event.step, EVICTED)
         record.has_hash = 0
-        remember(record, replace(done, what=f"allocated, evicting {evicted}") if evicted else done)
+        remember(record, replace(done, hash_ids=evicted) if evicted else done)
         record.allocations = [*record.allocations[-2:], event.step, request]
         if record.holders:
             holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
         else:
             record.holders_known, record.reported = True, False
-        provenance.allocated(holdings, event.pool, block, record, holder)
+        record.begin = record.room_end = UNKNOWN
+        record.filled = filled
         holdings.add_holder(event.pool, block, record, holder)
         pool.free_blocks -= 1
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from msgspec.structs import replace
+
 from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
 from ..account import Account
 from ..life import Life
-from ..weights import clipped
 from .holdings import Holdings
 from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
 
@@ -37,14 +38,12 @@ PROMISED = (PENDING, FAILED, UNFILLED)
 """What a cached block may lack although nothing else reports it."""
 
 
-def allocated(holdings: Holdings, number: int, block: int, record: Block, holder: Holder) -> None:
-    """A block is allocated: the holder's life fills it from now on."""
-    record.wrong_from = record.begin = record.room_end = UNKNOWN
+def allocated(holdings: Holdings, number: int, blocks: Iterable[int], holder: Holder) -> Filled | None:
+    """Blocks are allocated: the holder's life fills them from now on."""
     if holder.request < 0:
-        record.filled = None
-        return
-    record.filled = Filled(holder.request, holder.request_id, holder.life)
-    lacks_of(holdings, holder.request, holder.life).blocks.append((number, block))
+        return None
+    lacks_of(holdings, holder.request, holder.life).blocks += [(number, block) for block in blocks]
+    return Filled(holder.request, holder.request_id, holder.life)
 
 
 def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:
@@ -63,8 +62,8 @@ def life_of(holdings: Holdings, request: int) -> Life | None:
 
 def placed(pool: Pool, record: Block, group: int, end: int) -> None:
     """A block is cached for positions below ``end``, from which its own positions follow."""
-    sizes = [size for size, _ in pool.groups.values()]
-    size = pool.groups[group][0] if group in pool.groups else max(sizes, default=0)
+    known = pool.groups.get(group)
+    size = known[0] if known is not None else max((size for size, _ in pool.groups.values()), default=0)
     record.begin = (end - 1) // size * size if size > 0 else end
     record.room_end = record.begin + size
 
@@ -124,6 +123,9 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
     if lacks is None or lacks.life != life.number:
         return
     known = account.unknown is None
+    of_any = _life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN)
+    filled_below = min((low for low, _, _ in of_any), default=EVERY)
+    whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
     for number, block in lacks.blocks:
         record = holdings.pools[number].records[block]
         filled = record.filled
@@ -132,14 +134,13 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
         if not known or record.begin < 0:  # nothing else can read a block that was never cached
             record.filled = None
             continue
-        filled.lacks = _clipped(
-            _life_lacks(holdings, account, life, (number, block), record.room_end),
-            record.begin,
-            record.room_end,
-        )
-        if life.made:
-            filled.made = clipped(life.made, record.begin, record.room_end)
-        if filled.lacks and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
+        if record.room_end <= filled_below:
+            record.filled = whole
+            continue
+        of_block = _life_lacks(holdings, account, life, (number, block), record.room_end)
+        left = _clipped(of_block, record.begin, record.room_end)
+        record.filled = replace(whole, lacks=left)
+        if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
             _report_promised(holdings, number, block, record)
     del holdings.lives[account.request]
 

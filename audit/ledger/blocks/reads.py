@@ -8,6 +8,8 @@ wrong without an event, so a steady step costs nothing.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ... import events as ev
 from ... import pool_calls
 from . import weights_of_blocks
@@ -87,7 +89,7 @@ def _lost_after_the_end(
             if (filled.request, filled.life) == (request, life):
                 low, high = max(start, record.begin), min(end, record.room_end)
                 if low < high:
-                    filled.lacks.append((low, high, cause))
+                    record.filled = replace(filled, lacks=[*filled.lacks, (low, high, cause)])
                     for reader in _readers(holdings, number, block):
                         holdings.unread[reader, number, block] = 0
 

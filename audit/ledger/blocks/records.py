@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
 import msgspec
 
 from ..weights import Made
@@ -51,6 +54,16 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
     life: int
     group: int
     stack: list[str] | None
+    hash_ids: list[int] = []
+    """The hashes that the operation gave the block, or took from it."""
+    end: int = UNKNOWN
+    """The block was cached for positions below this one."""
+
+    def __str__(self) -> str:
+        hashes = ", ".join(map(hash_text, self.hash_ids))
+        if self.end >= 0:
+            return f"{self.what} {hashes} up to {self.end}"
+        return f"{self.what}, evicting {hashes}" if hashes else self.what
 
 
 Lack = tuple[int, int, str]
@@ -58,8 +71,8 @@ Lack = tuple[int, int, str]
 :mod:`kvledger.audit.causes` for which external tokens were not loaded."""
 
 
-class Filled(msgspec.Struct, gc=False):
-    """Which life fills a block, or has filled it."""
+class Filled(msgspec.Struct, frozen=True, gc=False):
+    """Which life fills a block, or has filled it. The blocks of a life share it."""
 
     request: int
     request_id: str
@@ -197,6 +210,16 @@ def remember(record: Block, done: Operation) -> None:
     record.operations.append(done)
     if len(record.operations) > OPERATIONS_KEPT:
         del record.operations[0]
+
+
+def keep_newest(table: dict[int, Any], most: int) -> None:
+    """Forget the oldest entries once there are an eighth more than ``most``.
+
+    Each look for the oldest one walks over the places of all that were forgotten since the table was resized.
+    """
+    if len(table) > most + most // 8:
+        for key in list(islice(table, len(table) - most)):
+            del table[key]
 
 
 def hash_text(hash_id: int) -> str:

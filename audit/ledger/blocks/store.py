@@ -10,6 +10,7 @@ from ... import events as ev
 from .entries import ForeignLoad
 from .holdings import Holdings
 from .isolation import difference, isolation_below
+from .records import keep_newest
 
 KEYS_KEPT = 1 << 16
 """How many keys of the store are remembered, the last ones."""
@@ -42,8 +43,7 @@ def _saved(holdings: Holdings, event: ev.SavePlanned) -> None:
         if all(classes != known for known, _ in saved):
             saved.append((classes, account.request_id))
             del saved[:-CLASSES_KEPT]
-            if len(holdings.saved_keys) > KEYS_KEPT:
-                del holdings.saved_keys[next(iter(holdings.saved_keys))]
+            keep_newest(holdings.saved_keys, KEYS_KEPT)
 
 
 def _promised(holdings: Holdings, request: int, start: int, stop: int) -> None:

@@ -34,9 +34,10 @@ def freed(
 
     Nothing is noted of a block that is in another table of the request, whose positions it may have.
     """
-    twice = any(other.request == holder.request for other in record.holders)
-    windowed = holder.kind == TABLE and holder.group in pool.windows and not twice
-    if windowed and record.begin >= 0 and event.by not in OF_WHOLE_TABLES:
+    windowed = holder.kind == TABLE and holder.group in pool.windows and record.begin >= 0
+    if not windowed or event.by in OF_WHOLE_TABLES:
+        return
+    if all(other.request != holder.request for other in record.holders):
         left = Absent(holder.life, record.room_end, block)
         holdings.leaving.append((event.step, holder.request, event.pool, holder.group, left))
 
