@@ -96,6 +96,7 @@ def settled(audit: FollowedAudit) -> FollowedAudit:
     ledger, before = whole.auditor.ledger, audit.auditor.ledger
     ledger.engine, ledger.at, ledger.stopped = before.engine, before.at, before.stopped
     whole.sums = audit.sums
+    whole.metrics.blocks.pools = {}
     whole.series, whole.engine_counters = audit.series, audit.engine_counters
     whole.read_seconds, whole.checkpoint_seconds = audit.read_seconds, audit.checkpoint_seconds
     return whole

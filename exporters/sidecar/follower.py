@@ -212,10 +212,13 @@ class Follower:
         """Find new and removed journals, and read each one to its present end or for these ``seconds``."""
         self.heartbeat = time.monotonic()
         self._find()
-        for journal in list(self.journals.values()):
+        for name in list(self.journals):  # one that is folded meanwhile leaves the memory at once
             if stop and stop.is_set():
                 return
-            if not journal.ended and not journal.broken and time.monotonic() >= journal.retry_at:
+            journal = self.journals.get(name)
+            if journal is None or journal.ended or journal.broken:
+                continue
+            if time.monotonic() >= journal.retry_at:
                 self._read(journal, stop, seconds)
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,23 @@ from tests.exporters.sidecar.crash import counted, renumbered
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import EngineStopped, Event, Snapshot
+from kvledger.audit.events import (
+    BlocksCached,
+    EngineStopped,
+    Event,
+    PoolSeen,
+    RequestAdded,
+    Snapshot,
+)
 from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import frame, header
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.audit.replay import checkpoint, serialize
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics.labels import engine_label
 from kvledger.exporters.sidecar import follower as follower_module
+from kvledger.exporters.sidecar.followed_journal import FollowedJournal
 from kvledger.exporters.sidecar.follower import Follower
 
 HISTORY = events(200, journals.CLEAN)
@@ -243,6 +254,38 @@ def test_ended_engines_of_a_name_share_an_audit(tmp_path: Path) -> None:
         follower.poll()
         assert rose(before, counted(follower.audits))
         assert 2 == len(follower.audits)
+
+
+def test_a_folded_engine_leaves_the_memory_while_others_are_read(tmp_path: Path) -> None:
+    restarted(tmp_path, 6)
+    read: list[weakref.ref[FollowedJournal]] = []
+    most = []
+
+    def note(journal: FollowedJournal, *_: object) -> None:
+        read.append(weakref.ref(journal))
+        gc.collect()
+        most.append(len({id(one) for each in read if (one := each()) is not None}))
+
+    follower = Follower(tmp_path)
+    follower.on_batch = note
+    follower.catch_up()
+    follower.close()
+    assert 6 <= len(most) and 2 == max(most)
+
+
+def test_the_blocks_of_an_engine_that_has_ended_leave_the_memory(tmp_path: Path) -> None:
+    start = [journals.STARTED, Snapshot(0, 0, [], 0), PoolSeen(0, 0, 0, 9, 0, 8, 0, [0, 16, 2])]
+    cached = BlocksCached(1, 1, 0, [0, 0, 16, 1, 1, 77, 16])
+    allocated = BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1])
+    writer = JournalWriter(tmp_path / "engine")
+    writer.rotate()
+    writer.write([*start, RequestAdded(0, 0, "r", 16), allocated, cached, EngineStopped(2, "shutdown")])
+    writer.close()
+
+    with following(tmp_path) as follower:
+        (audit,) = follower.audits
+        assert {} == audit.metrics.blocks.pools == audit.auditor.ledger.blocks.pools
+        assert (True, 1) == (audit.metrics.blocks.seen, audit.metrics.blocks.use.cached)
 
 
 def test_a_scrape_does_not_grow_with_the_engines_that_ever_ran(
