@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..events import (
+    BlocksFailed,
     BlocksMoved,
     BlocksSketched,
     Census,
@@ -38,7 +39,9 @@ from ..events import (
 from ..journal.catalogue import WORKER, Catalogue
 from ..journal.reader import Position, Reader
 
-AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
+AFTER_PLANNING: tuple[type[Event], ...] = (
+    *(Delivered, DeliveredWhole, LoadFailed, BlocksFailed, Repeated, Census),
+)
 """Events that an engine emits between two calls of its scheduler, never while it plans a step."""
 
 

@@ -92,6 +92,71 @@ def test_a_request_that_hits_its_own_failed_blocks_is_named(watched):
     assert 128 == settled(watched, "r")[-1]  # the tokens computed above the failed load are not valid either
 
 
+def with_a_life_that_ended(watched: Watched, ends: str, neighbour: bool = False) -> Driver:
+    """A life of request r ends while the step that loads 112 of its tokens is in flight. The load fails.
+
+    With a ``neighbour``, a running request shares the blocks, so that the engine makes it compute them.
+    """
+    driver = watched.start(connector="scripted")
+    driver.connector.answer_lookups("r", 112, 0)
+    driver.add("r", 160, 3)
+    if neighbour:
+        driver.add("b", 160, 3, shares=("r", 112))
+    driver.schedule()
+    failed = driver.blocks("r")[2:7]
+    getattr(driver, ends)("r")
+    driver.output(invalid_blocks=failed)
+    return driver
+
+
+@violates("blocks/read-invalid")
+@violates("blocks/hash-content")
+@pytest.mark.parametrize("ends", ["preempt", "abort"])
+def test_blocks_that_fail_after_the_life_has_ended_stay_in_the_cache(watched, ends):
+    """The scheduler looks for the failed blocks in the tables of running requests only."""
+    driver = with_a_life_that_ended(watched, ends)
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert {"blocks/hash-content", "blocks/read-invalid"} <= {*watched.violation_ids()}
+    assert "reads 80 tokens without valid KV, from position 32 up" in messages(watched)["next"]
+    assert (32, 0, 48, 80, 80) == settled(watched, "next")
+
+
+@violates("blocks/read-invalid")
+def test_what_a_life_computed_beside_a_load_that_fails_later_is_not_valid(watched):
+    """Request r resumes with a hit of 112 loaded tokens, and 32 that it computed from them."""
+    with_a_life_that_ended(watched, "preempt").run()
+    watched.violation_ids()
+
+    assert "reads 112 tokens without valid KV, from position 32 up" in messages(watched)["r"]
+    assert (0, 32, 16, 112, 112) == settled(watched, "r")
+
+
+@near_miss("blocks/read-invalid")
+def test_blocks_that_fail_after_the_life_has_ended_and_leave_the_cache_are_not_read(watched):
+    driver = with_a_life_that_ended(watched, "preempt")
+    driver.reset_prefix_cache()
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert {"blocks/hash-content"} == {*watched.violation_ids()}
+    assert (112, 0, 48, 0, 0) == settled(watched, "next")
+
+
+@near_miss("blocks/read-invalid")
+def test_blocks_that_fail_after_the_life_has_ended_and_that_a_neighbour_computes_have_kv(watched):
+    driver = with_a_life_that_ended(watched, "abort", neighbour=True)
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id.startswith("blocks/")]
+    assert (112, 0, 48, 0, 0) == settled(watched, "next")
+
+
 @near_miss("blocks/read-invalid")
 @pytest.mark.parametrize("batch", [8192, 32], ids=["one step", "three steps"])
 def test_hits_after_the_tokens_were_computed_again_are_valid(watched, batch):
