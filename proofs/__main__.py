@@ -24,6 +24,7 @@ NAMES = (
     "repro",
     "routed",
     "upstream",
+    "weights",
     "whatif",
 )
 

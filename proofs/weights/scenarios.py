@@ -1,0 +1,235 @@
+"""The scenarios: what a caller does with an engine whose weights change."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.engines.content_models import write_adapter
+
+from .engine import WAYS
+from .subject import ADAPTER, Subject, text
+
+A, B = text(1, 140), text(2, 140)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+LAST = "model.layers.1."
+
+
+def no_reset(subject: Subject, way: str = "reload_weights", **how: Any) -> None:
+    """A prompt before and after a change."""
+    subject.serve(A, **how)
+    subject.update(1, way)
+    subject.serve(A, B, **how)
+
+
+def with_reset(subject: Subject, **how: bool) -> None:
+    """A prompt before and after a change, with a reset of the prefix cache."""
+    subject.serve(A)
+    subject.update()
+    subject.reset(**how)
+    subject.serve(A, B)
+
+
+def only(subject: Subject, changed: Callable[[str], bool]) -> None:
+    """Only some tensors change."""
+    subject.serve(A)
+    subject.update(1, only=changed)
+    subject.serve(A, B)
+
+
+def label_only(subject: Subject) -> None:
+    """The label changes and the weights do not."""
+    subject.serve(A)
+    subject.llm.update_weight_version("another")
+    subject.serve(A, B)
+
+
+def equal(subject: Subject) -> None:
+    """The same weights are loaded again."""
+    subject.serve(A)
+    subject.update(0)
+    subject.serve(A, B)
+
+
+def and_back(subject: Subject) -> None:
+    """The weights change, and the old ones come back."""
+    subject.serve(A)
+    subject.update(1)
+    subject.serve(B)
+    subject.update(0)
+    subject.serve(A, B)
+
+
+def while_running(subject: Subject, *, pause: bool = False, clear: bool = False, **reset: bool) -> None:
+    """The weights change while a request runs; later requests share its prompt and its outputs."""
+    subject.add(A, tokens=40)
+    subject.step(6)
+    if pause:
+        subject.core.pause_scheduler("keep", clear)
+    subject.update()
+    if pause:
+        subject.core.resume_scheduler()
+    if reset:
+        subject.reset(**reset)
+    subject.run()
+    first = next(iter(subject.served.values()))
+    subject.serve(A, first.prompt + first.tokens)
+
+
+def refused(subject: Subject) -> None:
+    """A plain reset is refused while a request runs."""
+    while_running(subject, reset_running_requests=False)
+
+
+def preempted(subject: Subject) -> None:
+    """A request is preempted, the weights change, and it resumes over its own older blocks."""
+    subject.add(A, tokens=60)
+    subject.add(B, tokens=60)
+    while (
+        not subject.core.scheduler.waiting
+        or subject.core.scheduler.waiting.peek_request().num_preemptions == 0
+    ):
+        subject.step()
+    subject.update()
+    subject.run()
+
+
+def chunked(subject: Subject) -> None:
+    """The weights change between two chunks of a prompt; others hit its blocks."""
+    subject.add(text(3, 250))
+    subject.step()
+    subject.update()
+    subject.run()
+    subject.serve(text(3, 250), text(3, 70))
+
+
+def new_parent(subject: Subject) -> None:
+    """A block of the current version whose parent was older is hit below a newer copy of its parent.
+
+    The first request holds 20 tokens of a block when the weights change. The second computes the whole block
+    first, so its copy is found from then on; the block after it is the first request's.
+    """
+    begin = text(4, 20)
+    subject.add(begin, tokens=60, allowed_token_ids=[7])
+    subject.step()
+    subject.update()
+    subject.serve(begin + [7] * 12 + [9])
+    subject.serve(begin + [7] * 48)
+
+
+def external(subject: Subject) -> None:
+    """The connector keeps its files through a reset that returns True."""
+    with_reset(subject, reset_connector=True)
+
+
+def _lora(subject: Subject, seed: int, *, in_place: bool) -> Any:
+    """The adapter's request, after its folder got the content of a seed."""
+    from vllm.lora.request import LoRARequest
+
+    subject.adapter = subject.folder / f"{ADAPTER}-{seed}"
+    if not subject.adapter.exists():
+        write_adapter(subject.adapter, seed)
+    path = subject.folder / ADAPTER
+    shutil.copytree(subject.adapter, path, dirs_exist_ok=True)
+    return LoRARequest(ADAPTER, 1, str(path), load_inplace=in_place)
+
+
+def adapter(subject: Subject, *, in_place: bool, added: bool) -> None:
+    """An adapter of one name gets another content; requests without it are not concerned.
+
+    Without ``added`` the first content is loaded by the request that needs it, and by no call of its own.
+    """
+    first = _lora(subject, 1, in_place=False)
+    if added:
+        subject.live.add_lora(first)
+    subject.serve(A, lora_request=first)
+    subject.serve(B)
+    second = _lora(subject, 2, in_place=in_place)
+    if not in_place:
+        subject.live.remove_lora(1)
+    subject.live.add_lora(second)
+    subject.serve(A, lora_request=_lora(subject, 2, in_place=False))
+    subject.serve(B)
+
+
+def sleep(subject: Subject, level: int) -> None:
+    """The engine sleeps, and has other weights when it wakes up."""
+    subject.serve(A)
+    subject.llm.sleep(level)
+    subject.update()
+    subject.llm.wake_up()
+    subject.serve(A, B)
+
+
+def chunks_of_an_update(subject: Subject) -> None:
+    """An update comes in two chunks, and a request runs between them."""
+    subject.serve(A)
+    subject.llm.start_weight_update()
+    subject.update(1, "one chunk", only=lambda name: name.startswith("model.layers.0."))
+    subject.serve(A)
+    subject.update(1, "one chunk")
+    subject.llm.finish_weight_update("1")
+    subject.serve(A, B)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens, and on which engine."""
+
+    run: Callable[[Subject], None]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SMALL = {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 512, "max_model_len": 320}
+TRANSFER = {"weight_transfer_config": {"backend": "folder"}}
+
+
+def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
+    """All of them by name; ``folder`` is the store of the connector."""
+    connector: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    for way in [each for each in WAYS if each != "one chunk"]:
+        yield f"no reset, {way}", Scenario(partial(no_reset, way=way), TRANSFER)
+    yield "label only", Scenario(label_only)
+    yield "reset", Scenario(with_reset)
+    yield "only lm_head", Scenario(partial(only, changed=lambda name: name == "lm_head.weight"))
+    yield "only the last layer's mlp", Scenario(partial(only, changed=lambda name: f"{LAST}mlp" in name))
+    yield (
+        "only the last layer's k and v",
+        Scenario(partial(only, changed=lambda name: f"{LAST}self_attn.v" in name)),
+    )
+    yield "equal weights", Scenario(equal)
+    yield "older weights come back", Scenario(and_back)
+    yield "running, no reset", Scenario(while_running)
+    yield "running, reset refused", Scenario(refused)
+    yield "running, reset(running)", Scenario(partial(while_running, reset_running_requests=True))
+    yield "pause keep, cache kept", Scenario(partial(while_running, pause=True))
+    yield "pause keep, cache cleared", Scenario(partial(while_running, pause=True, clear=True))
+    yield "preempted, then resumed", Scenario(preempted, SMALL)
+    yield "chunked prefill over the change", Scenario(chunked)
+    yield "newer copy of an older parent", Scenario(new_parent)
+    yield (
+        "external hits after a reset",
+        Scenario(external, {"kv_transfer_config": connector, "max_num_batched_tokens": 512}),
+    )
+    for added in (True, False):
+        by = "added" if added else "loaded by a request"
+        in_place = partial(adapter, in_place=True, added=added)
+        again = partial(adapter, in_place=False, added=added)
+        yield f"LoRA {by}, then in place", Scenario(in_place, lora)
+        yield f"LoRA {by}, then removed and added", Scenario(again, lora)
+    for level in (0, 1, 2):
+        yield f"sleep level {level}", Scenario(partial(sleep, level=level))
+    yield "update in chunks", Scenario(chunks_of_an_update, TRANSFER)
+    yield "n = 3", Scenario(partial(no_reset, n=3, temperature=0.8))
+    yield "drafts (ngram)", Scenario(while_running, {"speculative_config": NGRAM})
+    yield "asynchronous scheduling", Scenario(while_running, {"async_scheduling": True})
+    yield (
+        "two workers (TP 2)",
+        Scenario(no_reset, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    )
