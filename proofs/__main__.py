@@ -23,6 +23,7 @@ NAMES = (
     "pictures",
     "repro",
     "routed",
+    "trl",
     "upstream",
     "weights",
     "whatif",

@@ -12,7 +12,8 @@ it built again.
 
 A release of LMCache works in the same way on top of a release of vLLM, with its scheduler side only.
 LMCache 0.5.6 is complete, with its server, for whole engines on the vLLM of .venv. nixl-1.5.1 (65 MB to
-download, 241 MB on disk) is not in the matrix and is built only by name, as proofs/cards.py does.
+download, 241 MB on disk) and trl-1.16.0 are not in the matrix and are built only by name, as proofs/cards.py
+does.
 
 Standard library only. pip installs the packages, because pip reads the machine's configuration.
 """
@@ -100,8 +101,12 @@ MATRIX = {
     ),
 }
 NIXL = "nixl-1.5.1"
-BESIDES = {NIXL: Release("nixl-cu12==1.5.1", "nixl.txt", whole=True)}
-"""Packages that only a connector needs. NIXL is the build for CUDA 12; it runs without CUDA."""
+TRL = "trl-1.16.0"
+BESIDES = {
+    NIXL: Release("nixl-cu12==1.5.1", "nixl.txt", whole=True),
+    TRL: Release("trl==1.16.0", "trl.txt", whole=True),
+}
+"""Packages that only a connector or a trainer needs. NIXL is the build for CUDA 12; it runs without CUDA."""
 KNOWN = MATRIX | BESIDES
 CORE = (
     *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
