@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from proofs.weights.engine import Served, State
+from proofs.weights.engine import AFTER_KV, Served, State
 from proofs.weights.judge import Row, compare, differs
 from proofs.weights.scenarios import scenarios
 from proofs.weights.subject import Result, text
@@ -18,21 +18,54 @@ def test_a_token_is_wrong_if_a_score_that_both_engines_name_differs(
     assert wrong == differs({5: -1.0, 6: -2.0}, other | {7: -3.0})
 
 
-def test_a_token_of_which_kvledger_does_not_know_is_neither_missed_nor_false() -> None:
-    row = Row()
-
-    row.count([True, True, False, False, True], [True, False, True, False, False], [False] * 4 + [True])
-
-    assert Row(tokens=5, wrong=3, suspect=2, missed=1, false=1, unknown=1) == row
+def compared(
+    wrong: list[bool], suspect: list[bool], unknown: list[bool], oldest: str = "old"
+) -> tuple[Row, list[str]]:
+    count = len(wrong)
+    served = {"r1": Served([3] * 40, [7] * count, [], [State(Path("new"))] * count)}
+    older: list[Path | None] = [Path(oldest)] * count
+    result = Result(served, {"r1": suspect}, {"r1": unknown}, {"r1": older}, [])
+    return compare(result, {"r1": wrong}, lambda one, other: one == other)
 
 
 def test_disagreements_name_the_request_and_the_outputs() -> None:
-    served = {"r1": Served([3] * 40, [7, 7, 7], [], [State(Path("weights"))] * 3)}
-    result = Result(served, {"r1": [False, True, False]}, {"r1": [False] * 3}, [])
+    row, lines = compared([True, False, False], [False, True, False], [False] * 3)
 
-    _, disagreements = compare(result, {"r1": [True, False, False]})
+    assert Row(tokens=3, wrong=1, suspect=1, missed=1, false=1) == row
+    assert ["missed: r1, prompt of 40, outputs [0]", "false: r1, prompt of 40, outputs [1]"] == lines
+    assert not row
 
-    assert ["missed: r1, prompt of 40, outputs [0]", "false: r1, prompt of 40, outputs [1]"] == disagreements
+
+def test_a_token_of_which_kvledger_does_not_know_is_neither_missed_nor_false() -> None:
+    row, lines = compared([True, False], [False, False], [True, True])
+
+    assert (Row(tokens=2, wrong=1, unknown=2), []) == (row, lines)
+    assert row
+
+
+def test_a_right_token_over_the_kv_of_equal_weights_is_explained() -> None:
+    row, lines = compared([False], [True], [False], oldest="new")
+
+    assert (Row(tokens=1, suspect=1, false=1, equal=1), []) == (row, lines)
+    assert row
+
+
+@pytest.mark.parametrize(
+    ("tensor", "makes_kv"),
+    [
+        ("lm_head.weight", False),
+        ("model.norm.weight", False),
+        ("model.layers.1.self_attn.o_proj.weight", False),
+        ("model.layers.1.self_attn.q_norm.weight", False),
+        ("model.layers.1.mlp.up_proj.weight", False),
+        ("model.layers.1.self_attn.k_norm.weight", True),
+        ("model.layers.1.input_layernorm.weight", True),
+        ("model.layers.0.mlp.up_proj.weight", True),
+        ("model.embed_tokens.weight", True),
+    ],
+)
+def test_kv_depends_on_all_tensors_before_the_last_keys_and_values(tensor: str, makes_kv: bool) -> None:
+    assert makes_kv == (AFTER_KV.search(tensor) is None)
 
 
 def test_scenarios_have_names_of_their_own() -> None:

@@ -6,9 +6,9 @@ the scheduler are wrapped: a token belongs to the weights that were current when
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tests.demo.forked import IMPORTED_ONCE
 
-from kvledger.audit.demo.model import write_model
+from kvledger.audit.demo.model import LAYERS, write_model
 from kvledger.audit.demo.process import settle_environment
 
 BLOCK = 32
@@ -38,6 +38,9 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 96,
     "scheduler_reserve_full_isl": False,
 }
+
+AFTER_KV = re.compile(rf"lm_head|model\.norm|layers\.{LAYERS - 1}\.(mlp|post_|self_attn\.(q|o)_)")
+"""Tensors behind the last layer's keys and values."""
 
 Scores = dict[int, float]
 """Log-probabilities by token."""
@@ -79,7 +82,6 @@ def prepare() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep_weight
     for module in IMPORTED_ONCE:
         importlib.import_module(module)
-    gc.freeze()
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     factory.WeightTransferEngineFactory.register_engine("folder", FolderTransfer)
 
@@ -107,6 +109,14 @@ def weights_folder(folder: Path, seed: int, base: int = 0, only: Callable[[str],
         mixed = {name: tensor if only(name) else others[name] for name, tensor in load_file(file).items()}
         save_file(mixed, file, metadata={"format": "pt"})
     return path
+
+
+def same_kv(one: Path, other: Path) -> bool:
+    """Whether two folders have the same weights in all tensors that KV depends on."""
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(str(path / "model.safetensors")) for path in (one, other))
+    return all(ours[name].equal(theirs[name]) for name in ours if not AFTER_KV.search(name))
 
 
 # --- ways to change the weights -----------------------------------------------------------------------

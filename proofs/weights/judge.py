@@ -6,8 +6,9 @@ outputs up to a token, and gives the log-probabilities of the outputs (``prompt_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from .engine import TOP, Scores, Served, State, start
@@ -63,7 +64,7 @@ def _fresh(state: State, some: Sequence[Served]) -> list[list[Scores]]:
 
 @dataclass
 class Row:
-    """One line of the table. Without `audit.weights` nothing is suspect and all is unknown."""
+    """One line of the table."""
 
     tokens: int = 0
     wrong: int = 0
@@ -72,40 +73,46 @@ class Row:
     """Wrong and not suspect."""
     false: int = 0
     """Suspect and not wrong."""
+    equal: int = 0
+    """Those of them whose older KV was made by weights that are equal to the present ones."""
     unknown: int = 0
-
-    def count(self, wrong: Sequence[bool], suspect: Sequence[bool], unknown: Sequence[bool]) -> None:
-        """Add the tokens of one request. A token that is not known is neither missed nor false."""
-        for is_wrong, is_suspect, is_unknown in zip(wrong, suspect, unknown, strict=True):
-            self.tokens += 1
-            self.wrong += is_wrong
-            self.suspect += is_suspect
-            self.unknown += is_unknown
-            self.missed += is_wrong and not is_suspect and not is_unknown
-            self.false += is_suspect and not is_wrong
 
     def cells(self) -> list[str]:
         """The figures in the order of the table's columns."""
         return [f"{getattr(self, each.name):,}" for each in fields(self)]
 
+    def __bool__(self) -> bool:
+        """Whether kvledger and the fresh engines agree; what kvledger does not know it does not claim."""
+        return not self.missed and self.false == self.equal
+
 
 HEAD = [each.name for each in fields(Row)]
 
 
-def compare(result: Result, wrong: Mapping[str, Sequence[bool]]) -> tuple[Row, list[str]]:
-    """The row of one run, and where kvledger and the fresh engine disagree."""
+def compare(
+    result: Result, wrong: Mapping[str, Sequence[bool]], same: Callable[[Path, Path], bool]
+) -> tuple[Row, list[str]]:
+    """The row of one run, and where kvledger and the fresh engine disagree. ``same``: equal KV."""
     row, disagreements = Row(), []
     for name, flags in wrong.items():
-        suspect, unknown = result.suspect[name], result.unknown[name]
-        row.count(flags, suspect, unknown)
-        for kind in ("missed", "false"):
-            at = [
-                index
-                for index, is_wrong in enumerate(flags)
-                if is_wrong == (kind == "missed") and suspect[index] != is_wrong and not unknown[index]
-            ]
+        one, missed, false = result.served[name], [], []
+        for index, is_wrong in enumerate(flags):
+            suspect, unknown = result.suspect[name][index], result.unknown[name][index]
+            row.tokens += 1
+            row.wrong += is_wrong
+            row.suspect += suspect
+            row.unknown += unknown
+            if is_wrong and not suspect and not unknown:
+                row.missed += 1
+                missed.append(index)
+            elif suspect and not is_wrong:
+                row.false += 1
+                older = result.oldest[name][index]
+                if older is not None and same(older, one.states[index].weights):
+                    row.equal += 1
+                else:
+                    false.append(index)
+        for kind, at in (("missed", missed), ("false", false)):
             if at:
-                disagreements.append(
-                    f"{kind}: {name}, prompt of {len(result.served[name].prompt)}, outputs {at}"
-                )
+                disagreements.append(f"{kind}: {name}, prompt of {len(one.prompt)}, outputs {at}")
     return row, disagreements

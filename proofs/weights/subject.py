@@ -21,6 +21,8 @@ class Result:
     served: dict[str, Served]
     suspect: dict[str, list[bool]]
     unknown: dict[str, list[bool]]
+    oldest: dict[str, list[Path | None]]
+    """The oldest weights in the chain of what the token's step read."""
     findings: list[str]
 
 
@@ -37,7 +39,8 @@ class Subject:
         """By the engine's id of the request or sample."""
         self.refused = 0
         """Resets of the prefix cache that returned False."""
-        self.updates = 0
+        self.folders = {0: self.weights}
+        """By kvledger's version. They only explain what kvledger calls suspect and is right."""
         self.llm = start(self.weights, **options)
         self.live = self.llm.llm_engine
         self.core = self.live.engine_core.engine_core
@@ -105,7 +108,7 @@ class Subject:
         base = int(self.weights.name.split("-")[1])
         self.weights = weights_folder(self.folder, seed, base, only)
         WAYS[way](self.llm, str(self.weights))
-        self.updates += 1
+        self.folders[self.audit.ledger.weights.version] = self.weights
 
     def reset(self, **how: bool) -> None:
         """Reset the prefix cache as a caller does."""
@@ -113,21 +116,18 @@ class Subject:
 
     def result(self) -> Result:
         """What was served and what kvledger says about it; the engine ends."""
-        suspect, unknown = {}, {}
+        suspect, unknown, oldest = {}, {}, {}
         for name, one in self.served.items():
-            suspect[name], unknown[name] = masks(self.audit, name, len(one.tokens))
+            use = self.audit.weights(name)
+            assert use.output_tokens == len(one.tokens)
+            suspect[name], unknown[name] = use.suspect_mask().tolist(), use.unknown_mask().tolist()
+            oldest[name] = [
+                self.folders.get(of) for start, end, _, of in use.output for _ in range(start, end)
+            ]
         found = [each for each in self.audit.found if each.id.startswith("weights/")]
         findings = [f"{each.id} ({each.findings})" for each in found]
         self.live.engine_core.shutdown()
-        return Result(self.served, suspect, unknown, findings)
-
-
-def masks(audit: Any, request_id: str, tokens: int) -> tuple[list[bool], list[bool]]:
-    """Which output tokens are suspect by kvledger, and of which it does not know."""
-    use = audit.weights(request_id)
-    suspect, unknown = use.suspect_mask().tolist(), use.unknown_mask().tolist()
-    assert len(suspect) == len(unknown) == tokens
-    return suspect, unknown
+        return Result(self.served, suspect, unknown, oldest, findings)
 
 
 def text(seed: int, tokens: int) -> list[int]:
