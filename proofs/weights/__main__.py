@@ -2,6 +2,7 @@
 
 Usage: make proof NAME=weights ARGS="[SCENARIO...]"    these scenarios, or all
        make proof NAME=weights ARGS="--random N"       a random workload of at least N output tokens
+       make proof NAME=weights ARGS="--server N"       a server whose endpoints change the weights N times
 
 The weights of a real engine on this CPU change in each way that vLLM has. A token is wrong if its
 log-probabilities differ by more than 1e-4 from those of a fresh engine with the weights that were current
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 from kvledger.audit.demo.process import output_to
 
-from . import random_run
+from . import random_run, server
 from .engine import prepare, same_kv
 from .judge import HEAD, compare, wrong_tokens
 from .scenarios import scenarios
@@ -38,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--random", type=int, metavar="N")
+    parser.add_argument("--server", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("| scenario | " + " | ".join(HEAD) + " | findings |")
@@ -49,6 +51,11 @@ def main() -> int:
             result, counts = apart(random_run.serve, Path(place), options.random, options.seed)
             failed = show("random", result)
             print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
+            return failed
+        if options.server:
+            result, printed = server.serve(Path(place), options.server)
+            failed = show("server", result)
+            print("\n".join(printed))
             return failed
         failed = 0
         for name, _ in scenarios(Path()):

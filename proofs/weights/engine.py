@@ -63,9 +63,9 @@ class Served:
     states: list[State] = field(default_factory=list)
 
 
-def prepare() -> None:
+def prepare(*, in_process: bool = True) -> None:
     """Set up this process for engines with float32 weights that can be loaded again in place."""
-    settle_environment(in_process=True)
+    settle_environment(in_process=in_process)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers in other processes get our functions
     import torch
     from vllm import ModelRegistry
