@@ -212,6 +212,41 @@ COVERAGE = PanelRow(
     ),
 )
 
+WEIGHTS = PanelRow(
+    "Weights",
+    (
+        Panel(
+            "Output tokens over older KV",
+            "Share of output tokens whose step read KV of older weights than its own. They are those of no "
+            "model. 0 is right for a trainer that resets the prefix cache after each change.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (engine) (rate(kvledger_suspect_output_tokens_total{@engine}[$__rate_interval])) / "
+                    "(sum by (engine) (rate(kvledger_output_tokens_total{@engine}[$__rate_interval])) > 0)",
+                    "{{engine}}",
+                ),
+            ),
+            unit="percentunit",
+            width=12,
+        ),
+        Panel(
+            "Changes of weights",
+            "Changes per second, by how they are known. A possible change is a call that may have changed "
+            "weights; level content tells.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (kind) (rate(kvledger_weights_changes_total{@engine}[$__rate_interval]))",
+                    "{{kind}}",
+                ),
+            ),
+            unit="cps",
+            width=12,
+        ),
+    ),
+)
+
 HEALTH = PanelRow(
     "Health of the sidecar and the hooks",
     (

@@ -35,7 +35,8 @@ def _reader() -> Callable[[Account], Values]:
                 of_settlement.append(name)
             case read:
                 names[f"read_{figure.name}"] = read
-                found.append(f"read_{figure.name}(account)")
+                of_figure = f"read_{figure.name}(account)"
+                found.append(f"sum({of_figure}.values())" if figure.causes else of_figure)
     lines = [
         "def figures(account):",
         "    settlements = account.settlements",

@@ -8,7 +8,7 @@ from typing import Any
 from .. import events as ev
 from ..figures.sums import add_tokens
 from .account import Account
-from .accounts import enter
+from .accounts import add_line, enter
 from .blocks import weights_of_blocks
 from .blocks.weights_of_blocks import HitWeights
 from .entries import Entry, OlderOutputs, ResetRefused, StaleKV
@@ -23,6 +23,9 @@ HIT, LOAD = "hit", "load"
 
 EQUAL = "equal"
 """Calls after which all weights were those of before, by a digest."""
+
+CHANGES = (ev.DECLARED, ev.DETECTED, ev.POSSIBLE, ev.LABELLED, EQUAL)
+"""What is counted of weights, by name."""
 
 
 def _weights_changed(state: LedgerState, event: ev.WeightsChanged) -> None:
@@ -52,6 +55,9 @@ def _begin_version(state: LedgerState, event: ev.WeightsChanged) -> None:
             now = weights.of(adapter_of(account))
             _begin(account, account.life)
             extend(account.life.made, account.computed, now, now)
+        whose = f"the weights of {event.adapter}" if event.adapter else "the weights"
+        label = f" ({event.label})" if event.label else ""
+        add_line(state, account, f"{whose} changed: version {event.version}{label}")
 
 
 def take_versions(state: LedgerState, event: ev.Snapshot) -> None:
@@ -129,6 +135,10 @@ def _judge(
             add_tokens(counted, age_cause(age), end - start)
         if is_suspect(age):
             first, tokens, least = (start if first < 0 else first), tokens + end - start, min(least, oldest)
+    if tokens:
+        tokens_of = "hit tokens" if source == HIT else "loaded tokens"
+        before = f"version {least}" if least else "the weights before the first change"
+        add_line(state, account, f"{tokens} {tokens_of} have KV of {before}")
     if tokens and account.unknown is None:
         writer = next((row[4] for row in rows if row[1] > first and row[3] < now), "")
         subject = StaleKV(source, tokens, first, least, now, writer)

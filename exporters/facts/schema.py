@@ -62,12 +62,6 @@ LABEL_COLUMNS = (
     Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
     Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
     Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
-    Column(
-        "weights",
-        "count",
-        "version of the weights under which the first output was sampled, counted from 0 by changes of the "
-        "model and its adapters; null: there was no output",
-    ),
 )
 
 REQUESTS = (
@@ -101,6 +95,12 @@ REQUESTS = (
     Column("began_time", "time", "the engine's second 0, in UTC"),
     Column("data_parallel_rank", "count", "number of the engine's data-parallel rank"),
     *LABEL_COLUMNS,
+    Column(
+        "weights",
+        "count",
+        "version of the weights under which the first output was sampled, counted from 0 by changes of the "
+        "model and its adapters; null: there was no output",
+    ),
 )
 
 CAUSES = (

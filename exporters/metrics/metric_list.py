@@ -16,6 +16,7 @@ from ...audit.checks.registry import catalogue
 from ...audit.figures.declared import FIGURES, OTHER
 from ...audit.figures.figure import MICROSECONDS, Counter, Figure, Histogram
 from ...audit.hooks import TIMED_STEPS
+from ...audit.ledger.weights_postings import CHANGES
 from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import (
@@ -283,6 +284,25 @@ GROUPS: tuple[Group, ...] = (
         of_figures("Later tokens"),
     ),
     Group(
+        "Weights",
+        "Changes of weights while the engine ran, and tokens that were read or sampled over KV of older weights "
+        "([training](rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by a digest. "
+        "*Possible*: a call that may have changed weights; *equal*: a digest says that it did not; *labelled*: "
+        "only the caller's label changed.",
+        (
+            Metric(
+                "kvledger_weights_changes",
+                "",
+                "counter",
+                "Changes of weights, and calls that may be one, by kind.",
+                (*ENGINE, "kind"),
+                read.values(CHANGES, lambda engine_audit: engine_audit.auditor.ledger.sums.weights_changes),
+                {"kind": CHANGES},
+            ),
+            *of_figures("Weights"),
+        ),
+    ),
+    Group(
         "External tokens",
         "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "
@@ -434,7 +454,7 @@ GROUPS: tuple[Group, ...] = (
         "Findings",
         "Every invariant of [the catalogue](invariants.md) has a series from the start. A *violation* "
         "means that the engine is wrong; a *drift* means that it counts by a deliberate but "
-        "misleading rule, or that two computations of one block differ.",
+        "misleading rule, that two computations of one block differ, or that the caller chose it.",
         (
             Metric(
                 "kvledger_violations",
