@@ -391,7 +391,8 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         Term(
             "drift",
             "A finding that does not change the verdict: the engine counts by a deliberate rule that "
-            "misleads the reader of its figures, two computations of one block differ, or the caller chose it.",
+            "misleads the reader of its figures, two computations of one block differ, or the caller chose "
+            "it.",
             "`connector/failed-load-counted`: vLLM counts tokens whose load failed as external tokens.",
             ("drifts",),
         ),

@@ -222,8 +222,8 @@ WEIGHTS = PanelRow(
             "timeseries",
             (
                 Query(
-                    "sum by (engine) (rate(kvledger_suspect_output_tokens_total{@engine}[$__rate_interval])) / "
-                    "(sum by (engine) (rate(kvledger_output_tokens_total{@engine}[$__rate_interval])) > 0)",
+                    "sum by (engine) (rate(kvledger_suspect_output_tokens_total{@engine}[$__rate_interval]))"
+                    " / (sum by (engine) (rate(kvledger_output_tokens_total{@engine}[$__rate_interval])) > 0)",
                     "{{engine}}",
                 ),
             ),
@@ -495,4 +495,4 @@ KV_EVENTS = PanelRow(
     collapsed=True,
 )
 
-ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, CONTENTS, KV_EVENTS, HEALTH)
+ROWS = (AT_A_GLANCE, FINDINGS, COVERAGE, WEIGHTS, CONTENTS, KV_EVENTS, HEALTH)

@@ -323,9 +323,9 @@ def markdown() -> str:
         "Made by `make docs`; do not edit.",
         "",
         "A *violation* means that the engine is wrong. A *drift* means that the engine deliberately counts",
-        "by a rule that misleads, that two computations of one block differ by more than rounding, or that the",
-        "caller chose what happened. A drift never changes the verdict. Accounts that lost events are not",
-        "checked.",
+        "by a rule that misleads, that two computations of one block differ by more than rounding, or that",
+        "the caller chose what happened. A drift never changes the verdict. Accounts that lost events are",
+        "not checked.",
     ]
     family = ""
     for row in sorted(catalogue().values(), key=_family):

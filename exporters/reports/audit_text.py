@@ -44,8 +44,8 @@ _SOURCES = (
 _WORK = "Each scheduled token is counted once. Rework is computed again because its KV was lost."
 _EXTERNAL = "Repeat hits and repeat loads are tokens whose KV the request had before and lost."
 _DRIFT = (
-    "A drift is a figure that the engine counts by a deliberate but misleading rule, a difference between two "
-    "computations of one block, or what follows from a choice of the caller; the verdict stays clean."
+    "A drift is a figure that the engine counts by a deliberate but misleading rule, a difference between "
+    "two computations of one block, or what follows from a choice of the caller; the verdict stays clean."
 )
 
 Counters = tuple[PlannedSplit, list[DifferenceData]]
