@@ -223,7 +223,8 @@ WEIGHTS = PanelRow(
             (
                 Query(
                     "sum by (engine) (rate(kvledger_suspect_output_tokens_total{@engine}[$__rate_interval]))"
-                    " / (sum by (engine) (rate(kvledger_output_tokens_total{@engine}[$__rate_interval])) > 0)",
+                    " / (sum by (engine) "
+                    "(rate(kvledger_output_tokens_total{@engine}[$__rate_interval])) > 0)",
                     "{{engine}}",
                 ),
             ),

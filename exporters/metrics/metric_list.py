@@ -286,8 +286,8 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Weights",
         "Changes of weights while the engine ran, and tokens that were read or sampled over KV of older "
-        "weights ([training](rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by a "
-        "digest. *Possible*: a call that may have changed weights; *equal*: a digest says that it did not; "
+        "weights ([training](rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by "
+        "a digest. *Possible*: a call that may have changed weights; *equal*: a digest says that it did not; "
         "*labelled*: only the caller's label changed.",
         (
             Metric(
