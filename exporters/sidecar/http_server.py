@@ -33,6 +33,9 @@ CONNECTIONS = 32
 DEADLINE_SECONDS = 15.0
 SOCKET_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
+ROOM_SECONDS = 1.0
+"""How long a connection waits for the threads of those that were closed for it."""
+
 HEADER_BYTES = 32 << 10
 NAME = "kvledger"
 """The ``Server`` of every answer, without a version."""
@@ -104,8 +107,8 @@ class Server(ThreadingMixIn, WSGIServer):
         """How to encrypt; None: plain HTTP."""
         self._connections: dict[int, _Connection] = {}
         """The open connections, by the identity of the plain socket."""
-        self._guard = threading.Lock()
-        """Held while connections are added, removed or looked through."""
+        self._guard = threading.Condition()
+        """Held while connections are added, removed or looked through; notified when one is removed."""
         super().__init__((host, port), cast("Any", _Handler))
         self.set_app(_named(site))
 
@@ -125,7 +128,8 @@ class Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for this connection if there is room or room can be made."""
         with self._guard:
-            if len(self._connections) >= CONNECTIONS and not self._make_room():
+            free = self._guard.wait_for(lambda: len(self._connections) < 2 * CONNECTIONS, ROOM_SECONDS)
+            if not free or not self._make_room():
                 self.shutdown_request(request)
                 return
             self._connections[id(request)] = _Connection(request)
@@ -136,13 +140,14 @@ class Server(ThreadingMixIn, WSGIServer):
             raise
 
     def _make_room(self) -> bool:
-        """Close the oldest connection without a request, else the oldest that is slow to read its answer."""
+        """Whether there is room for one more connection; if need be, close the oldest without a request, else
+        the oldest that is slow to read its answer."""
+        left = [one for one in self._connections.values() if not one.cut_off]
+        if len(left) < CONNECTIONS:
+            return True
         long_ago = time.monotonic() - ANSWER_SECONDS
-        connections = self._connections.values()
-        slow = [
-            one for one in connections if not one.cut_off and (one.awaits_request or one.since < long_ago)
-        ]
-        if not slow or len(connections) >= 2 * CONNECTIONS:
+        slow = [one for one in left if one.awaits_request or one.since < long_ago]
+        if not slow:
             return False
         min(slow, key=lambda one: (not one.awaits_request, one.since)).cut()
         return True
@@ -150,6 +155,7 @@ class Server(ThreadingMixIn, WSGIServer):
     def _forget(self, request: Any) -> None:
         with self._guard:
             del self._connections[id(request)]
+            self._guard.notify()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake and answer, in the connection's own thread."""

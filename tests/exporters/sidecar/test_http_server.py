@@ -217,6 +217,7 @@ def test_findings_are_bounded_and_the_newest_are_last(tmp_path: Path, monkeypatc
         for number, engine_audit in enumerate(client.follower.audits):
             started = replace(journals.STARTED, wall_seconds=1e9 + (number * 7) % 4)
             engine_audit.auditor.ledger.engine = started
+            engine_audit.auditor.ledger.clock = started.began_seconds
         page = json.loads(client.get("/findings").body)
 
     assert page["left_out"] > 2
@@ -316,6 +317,34 @@ def test_slow_clients_do_not_delay_a_scrape(client: Client) -> None:
         assert 200 == client.get("/metrics").status
     for one in idle:
         one.close()
+
+
+def test_a_scrape_waits_for_the_threads_of_closed_connections(monkeypatch: Any) -> None:
+    """A flood closed them for each other, and their threads have not ended yet."""
+    monkeypatch.setattr(http_server, "CONNECTIONS", 1)
+    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 0.0)
+    asked, end = threading.Semaphore(0), threading.Event()
+
+    def site(environ: http_server.Environ, start: http_server.Start) -> Iterator[bytes]:
+        if environ["PATH_INFO"] == "/slow":
+            asked.release()
+            end.wait(30)
+        start("200 OK", [])
+        return iter([b"answered"])
+
+    server = http_server.listen("127.0.0.1:0", site)
+    slow = []
+    for _ in range(2):
+        slow.append(socket.create_connection(("127.0.0.1", server.server_port), timeout=30))
+        slow[-1].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        assert asked.acquire(timeout=30)
+    threading.Timer(0.2, end.set).start()
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        assert b"answered" == answer.read()
+    for one in slow:
+        one.close()
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_slow_client_is_cut_off(client: Client, monkeypatch: Any) -> None:
