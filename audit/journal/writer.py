@@ -47,6 +47,9 @@ BATCH_BYTES = 64 << 10
 _MARGIN = 1.25
 """Expect events to be this much larger than those of the last batch."""
 
+CLOCK_SECONDS = 1.0
+"""A segment ends when the machine's clock was corrected by more: the next one begins with the right time."""
+
 RETRY_SECONDS = 1.0
 """How long to wait after a failed rotation before asking for another, which costs the engine a snapshot."""
 
@@ -56,6 +59,11 @@ _PREFIX_BYTES = 19
 """The most bytes that a payload has before its array of events."""
 
 _EVENTS = frozenset(get_args(AnyEvent))
+
+
+def _clock() -> float:
+    """What the wall clock is ahead of the monotonic clock."""
+    return time.time() - time.monotonic()
 
 
 class _Batch(NamedTuple):
@@ -120,6 +128,8 @@ class JournalWriter:
         """Bytes of the segment that is appended to."""
         self._opened = 0.0
         """When that segment was begun, by the monotonic clock."""
+        self._clock = 0.0
+        """What the wall clock was ahead of the monotonic clock then."""
         self._rotating = True
         """Whether the next batch begins a segment."""
         self._has_gap = False
@@ -151,6 +161,7 @@ class JournalWriter:
             or self._has_gap
             or self._bytes >= self.limits.segment_bytes
             or (age is not None and now - self._opened >= age)
+            or abs(_clock() - self._clock) > CLOCK_SECONDS
         )
 
     def rotate(self) -> None:
@@ -362,7 +373,7 @@ class JournalWriter:
         self._current = descriptor
         self._number += 1
         self._bytes = len(HEADER) + len(data)
-        self._opened = time.monotonic()
+        self._opened, self._clock = time.monotonic(), _clock()
         self._has_gap = False
         # The jump in the numbers reports the losses that no Gap covers.
         self._unreported_events, self._unreported_reason = 0, ""

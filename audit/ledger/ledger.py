@@ -131,8 +131,7 @@ class Ledger(LedgerState):
     @property
     def read_to(self) -> float:
         """Unix time of the last event posted; 0 before the first."""
-        started = self.engine
-        return started.wall_seconds + (self.at - started.at) / 1e6 if started else 0.0
+        return self.clock + self.at / 1e6 if self.engine else 0.0
 
     def totals(self) -> Totals:
         """Sums over the ended requests that count, and all open ones."""

@@ -61,6 +61,8 @@ class LedgerState:
         self.entries: list[Entry] = []
         """Entries of the event that is being posted."""
 
+        self.clock = 0.0
+        """Unix time from which times count, by the newest description of the engine."""
         self.living: dict[int, Account] = {}
         """Open accounts by request number. A steady account in it may lag behind (``unchanged_steps.py``)."""
         self.closed: dict[str, Account] = {}

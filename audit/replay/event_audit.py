@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -37,9 +36,6 @@ class EventAudit(Observed):
     ended outside it are left out of all sums. ``watch`` selects the requests whose postings are kept, and
     ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
     """
-
-    NEWEST_CLOCK: ClassVar[bool] = True
-    """Whether times count by the newest description of the engine, not the first."""
 
     def __init__(
         self,
@@ -170,7 +166,7 @@ class EventAudit(Observed):
     def clock(self) -> float | None:
         """The same by the newest segment when it was first asked for; None: not known."""
         if self._clock == UNREAD:
-            newest = last_start(self.path) if self.NEWEST_CLOCK else None
+            newest = last_start(self.path)
             self._clock = newest.began_seconds if newest else None
         return self._clock
 

@@ -17,6 +17,8 @@ from .recorded_events import RecordedEvents
 from .recordings import Neighbours, incomparable, recordings_beside, same_port
 from .verdict import counted
 
+CORRECTED = "the KV events can't be compared: the machine's clock was corrected while the engine ran"
+
 
 class EventJournal:
     """One engine's journal, and its recorded KV events up to where the journal was read."""
@@ -96,6 +98,9 @@ def compare_events(audit: EngineAudit) -> KVEventCounts | None:
         return None
     journal = EventJournal(audit.path)
     read_together([journal])
+    if journal.events.corrected:
+        audit.notes.append(CORRECTED)
+        return None
     if not journal.counts.batches:
         audit.notes.append("the recorded KV events beside this journal are not of this engine")
         return None

@@ -22,8 +22,6 @@ from .recorded_events import RecordedEvents
 class FollowedAudit(EngineAudit):
     """The audit of one engine that metrics are made of."""
 
-    NEWEST_CLOCK = False  # its KV events are compared while the clock may be corrected
-
     def __init__(self, path: Path, *, name: str = "") -> None:
         super().__init__(path, (Metrics, LiveSteps, LiveCosts, Reconciled), name=name)
         self.series = ""
@@ -36,6 +34,11 @@ class FollowedAudit(EngineAudit):
         """Unix time at which the journal was last read to its end; 0.0 before the first time."""
         self.checkpoint_seconds = 0.0
         """Unix time at which this audit was last saved in a checkpoint; 0.0 before the first time."""
+
+    @property
+    def clock(self) -> float | None:
+        """Unix time from which the journal's times count, as far as the journal was read."""
+        return self.auditor.ledger.clock
 
     @property
     def metrics(self) -> MetricsState:
@@ -94,7 +97,8 @@ def settled(audit: FollowedAudit) -> FollowedAudit:
     """
     whole = FollowedAudit(audit.path, name=audit.name)
     ledger, before = whole.auditor.ledger, audit.auditor.ledger
-    ledger.engine, ledger.at, ledger.stopped = before.engine, before.at, before.stopped
+    ledger.engine, ledger.clock = before.engine, before.clock
+    ledger.at, ledger.stopped = before.at, before.stopped
     whole.sums = audit.sums
     whole.metrics.blocks.pools = {}
     whole.series, whole.engine_counters = audit.series, audit.engine_counters
@@ -112,11 +116,11 @@ def folded(name: str, audit: FollowedAudit, before: FollowedAudit | None) -> Fol
     whole = FollowedAudit(Path(name), name=audit.name)
     whole.series = name
     ledger = whole.auditor.ledger
-    started = [one.engine for one in both if one.engine is not None]
-    if started:
-        ledger.engine = min(started, key=lambda engine: engine.wall_seconds)
-        read_to = max(one.auditor.ledger.read_to for one in both)
-        ledger.at = ledger.engine.at + round((read_to - ledger.engine.wall_seconds) * 1e6)
+    ledgers = [one.auditor.ledger for one in both if one.engine is not None]
+    if ledgers:
+        first = min(ledgers, key=lambda one: one.clock)
+        ledger.engine, ledger.clock = first.engine, first.clock
+        ledger.at = round((max(one.read_to for one in ledgers) - first.clock) * 1e6)
     ledger.stopped = audit.auditor.ledger.stopped
     sums = whole.sums
     for one in both:

@@ -17,6 +17,7 @@ from ..events import EngineStarted, EngineStopped, Event, KVEventsReceived
 from ..figures.sums import merge_tokens
 from ..journal.format import is_live, segments
 from ..journal.reader import Batch, Position, Reader
+from ..journal.writer import CLOCK_SECONDS
 from ..ledger.cache_changes import CLEARED
 from ..ledger.kv_comparison import HORIZON_SECONDS, KVComparison
 from ..ledger.kv_counts import KVEventCounts
@@ -113,6 +114,8 @@ class RecordedEvents:
         """Of each recording: the life of the publisher that is this engine's."""
         self.engine_began = 0.0
         """Unix time at which the engine began; 0.0: its KV events are not compared."""
+        self.corrected = False
+        """Whether the clock was corrected while the engine ran: its KV events are not compared."""
         self.enabled = False
         """Whether anybody reads recordings: the caller sets it."""
         self.on_batch: Callable[[float, KVEventsReceived], None] | None = None
@@ -129,7 +132,11 @@ class RecordedEvents:
 
     def feed(self, event: Event) -> None:
         """Read one event of the engine's journal."""
-        if isinstance(event, EngineStarted) and not self.engine_began and not incomparable(event):
+        if isinstance(event, EngineStarted) and self.engine_began:
+            if abs(event.began_seconds - self.engine_began) > CLOCK_SECONDS:
+                self.corrected = True
+                self._give_up()
+        elif isinstance(event, EngineStarted) and not self.corrected and not incomparable(event):
             self.engine_began = self.comparison.began = event.began_seconds
             self.key, self.port = identity_of(event)
         self.stopped = isinstance(event, EngineStopped)
@@ -288,7 +295,8 @@ class RecordedEvents:
         return self.streams.get(name) == batch.stream
 
     def _give_up(self) -> None:
-        """Compare nothing any more: another engine published at the same port at the same time."""
+        """Compare nothing any more: another engine published at the same port at the same time, or the times
+        of KV events and of the journal are by different clocks."""
         self.close()
         self.engine_began, self.enabled = 0.0, False
         self.cache = RoutedCache()

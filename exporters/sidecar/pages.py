@@ -223,9 +223,9 @@ def findings(audits: Iterable[FollowedAudit]) -> dict[str, Any]:
     """
     by_time, engines = [], list(audits)
     for engine_audit in engines:
-        started = engine_audit.engine
+        began = engine_audit.began_seconds
         for violation in engine_audit.auditor.violations:
-            seconds = started.wall_seconds + (violation.at - started.at) / 1e6 if started else 0.0
+            seconds = 0.0 if began is None else began + violation.at / 1e6
             by_time.append((seconds, violation))
     by_time.sort(key=lambda pair: pair[0])
     shown = [

@@ -709,11 +709,30 @@ def test_without_rotation_the_size_bound_still_holds(tmp_path: Path) -> None:
     assert journal.wants_rotation
 
 
+def test_a_segment_begins_soon_after_the_clock_was_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = 30.0
+    monkeypatch.setattr(time, "time", lambda: wall)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    journal = JournalWriter(tmp_path)
+    journal.write([started(), snapshot()])
+    wall += 0.9
+    assert not journal.wants_rotation
+    wall = 1.7e9
+    assert journal.wants_rotation
+    journal.rotate()
+    journal.write([started(), snapshot()])
+    assert not journal.wants_rotation
+    journal.close()
+
+
 def test_expired_segments_are_removed_while_the_engine_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     journal = JournalWriter(tmp_path, Limits(age_seconds=60))
     journal.write([started(), snapshot()])
     now += 59
