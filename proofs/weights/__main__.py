@@ -69,7 +69,7 @@ def serve(folder: Path, name: str) -> Result:
     """Run one scenario."""
     folder.mkdir()
     scenario = dict(scenarios(folder / "store"))[name]
-    subject = Subject(folder, **scenario.options)
+    subject = Subject(folder, scenario.level, **scenario.options)
     scenario.run(subject)
     return subject.result()
 

@@ -67,6 +67,7 @@ def prepare(*, in_process: bool = True) -> None:
     """Set up this process for engines with float32 weights that can be loaded again in place."""
     settle_environment(in_process=in_process)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers in other processes get our functions
+    os.environ["KVLEDGER_CONTENT_WEIGHTS_SECONDS"] = "0.001"  # level content looks at weights in each step
     import torch
     from vllm import ModelRegistry
     from vllm.distributed.weight_transfer import factory

@@ -182,6 +182,7 @@ class Scenario:
 
     run: Callable[[Subject], None]
     options: dict[str, Any] = field(default_factory=dict)
+    level: str = "blocks"
 
 
 SMALL = {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 512, "max_model_len": 320}
@@ -195,6 +196,9 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     lora = {"enable_lora": True, "max_lora_rank": 8}
     for way in [each for each in WAYS if each != "one chunk"]:
         yield f"no reset, {way}", Scenario(partial(no_reset, way=way), TRANSFER)
+    undeclared = partial(no_reset, way="own writes, undeclared")
+    yield "no reset, own writes, undeclared, level content", Scenario(undeclared, level="content")
+    yield "equal weights, level content", Scenario(equal, level="content")
     yield "label only", Scenario(label_only)
     yield "reset", Scenario(with_reset)
     yield "only lm_head", Scenario(partial(only, changed=lambda name: name == "lm_head.weight"))
