@@ -171,7 +171,7 @@ def train(steps: int, *, reset: bool) -> None:
     for step, ratio in zip(found, ratios, strict=True):
         step["ratio"] = ratio
     findings = [f"{each.id}: {each.findings}" for each in audit.found]
-    findings += [str(each) for each in audit.violations[:1]]
+    findings += [each.message for each in audit.violations[:1]]
     updates = audit.ledger.weights.version
     print("\n" + json.dumps({"steps": found, "updates": updates, "findings": findings}))
 

@@ -41,6 +41,16 @@ def only(subject: Subject, changed: Callable[[str], bool]) -> None:
     subject.serve(A, B)
 
 
+def embedded(subject: Subject) -> None:
+    """Prompts are given as embeddings, whose weights stay the same."""
+    subject.serve(A, embedded=True)
+    subject.update(1, only=lambda name: name.startswith("model.layers."))
+    subject.serve(A, embedded=True)
+    subject.serve(B, embedded=True)
+    subject.reset()
+    subject.serve(A, embedded=True)
+
+
 def label_only(subject: Subject) -> None:
     """The label changes and the weights do not."""
     subject.serve(A)
@@ -232,6 +242,7 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     yield "update in chunks", Scenario(chunks_of_an_update, TRANSFER)
     yield "n = 3", Scenario(partial(no_reset, n=3, temperature=0.8))
     yield "drafts (ngram)", Scenario(while_running, {"speculative_config": NGRAM})
+    yield "prompts as embeddings", Scenario(embedded, {"enable_prompt_embeds": True})
     yield "asynchronous scheduling", Scenario(while_running, {"async_scheduling": True})
     yield (
         "two workers (TP 2)",

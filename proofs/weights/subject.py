@@ -9,7 +9,7 @@ from typing import Any
 
 import kvledger
 
-from .engine import TOP, WAYS, Served, State, start, weights_folder
+from .engine import TOP, WAYS, Served, State, model_of, start, weights_folder
 
 ADAPTER = "adapter"
 
@@ -44,7 +44,8 @@ class Subject:
         self.llm = start(self.weights, **options)
         self.live = self.llm.llm_engine
         self.core = self.live.engine_core.engine_core
-        self._numbers = 0
+        self._prompts: dict[str, list[int]] = {}
+        """By our id of a request."""
         self._of_step: dict[int, Path] = {}
         """The weights with which the step of a scheduler output ran."""
         self._watch()
@@ -65,7 +66,8 @@ class Subject:
             outputs = update(scheduler_output, model_runner_output)
             for output in [one for of_client in outputs.values() for one in of_client.outputs]:
                 request, found = running[output.request_id], output.new_logprobs
-                served = self.served.setdefault(output.request_id, Served(list(request.prompt_token_ids)))
+                name = output.request_id.rpartition("-")[0].rpartition("_")[2]
+                served = self.served.setdefault(output.request_id, Served(self._prompts[name]))
                 adapter = self.adapter if request.lora_request else None
                 served.tokens += output.new_token_ids
                 served.states += [State(weights, adapter)] * len(output.new_token_ids)
@@ -76,16 +78,27 @@ class Subject:
 
         executor.execute_model, scheduler.update_from_output = execute_model, update_from_output
 
-    def add(self, prompt: list[int], tokens: int = 8, priority: int = 0, **sampling: Any) -> None:
-        """Add one request."""
+    def add(
+        self,
+        prompt: list[int],
+        tokens: int = 8,
+        priority: int = 0,
+        *,
+        embedded: bool = False,
+        **sampling: Any,
+    ) -> None:
+        """Add one request; ``embedded``: its prompt is given as embeddings."""
         from vllm import SamplingParams
 
         lora = sampling.pop("lora_request", None)
         settings = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(**(settings | {"logprobs": TOP} | sampling))
-        self._numbers += 1
-        given = {"prompt_token_ids": prompt}
-        self.live.add_request(f"r{self._numbers}", given, params, lora_request=lora, priority=priority)
+        name = f"r{len(self._prompts) + 1}"
+        self._prompts[name] = prompt
+        given: dict[str, Any] = {"prompt_token_ids": prompt}
+        if embedded:
+            given = {"prompt_embeds": model_of(self.llm).get_parameter("model.embed_tokens.weight")[prompt]}
+        self.live.add_request(name, given, params, lora_request=lora, priority=priority)
 
     def step(self, steps: int = 1) -> None:
         """Run some steps."""
