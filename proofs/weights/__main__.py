@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -47,40 +47,43 @@ def main() -> int:
     with output_to(Path(os.devnull)):
         prepare()
     with tempfile.TemporaryDirectory() as place:
+        folder, results, printed = Path(place), dict[str, Result](), list[str]()
         if options.random:
-            result, counts = apart(random_run.serve, Path(place), options.random, options.seed)
-            failed = show("random", result)
-            print(", ".join(f"{count:,} {what}" for what, count in counts.items()))
-            return failed
-        if options.server:
-            result, printed = server.serve(Path(place), options.server)
-            failed = show("server", result)
-            print("\n".join(printed))
-            return failed
-        failed = 0
-        for name, _ in scenarios(Path()):
-            if not options.names or name in options.names:
-                folder = Path(place, str(len(os.listdir(place))))
-                failed |= show(name, apart(serve, folder, name))
-    return failed
+            results["random"], counts = apart(random_run.serve, folder, options.random, options.seed)
+            printed = [", ".join(f"{count:,} {what}" for what, count in counts.items())]
+        elif options.server:
+            results["server"], printed = server.serve(folder, options.server)
+        else:
+            names = [name for name, _ in scenarios(Path())]
+            for name in [each for each in names if each in options.names or not options.names]:
+                results[name] = apart(serve, folder, name)
+        every = {(name, id): one for name, result in results.items() for id, one in result.served.items()}
+        wrong = apart(wrong_tokens, every)
+        same = lru_cache(None)(same_kv)
+        rows = [show(name, result, wrong, same) for name, result in results.items()]
+    print("\n".join(printed), end="\n" if printed else "")
+    return int(not all(rows))
 
 
 def serve(folder: Path, name: str) -> Result:
     """Run one scenario."""
-    folder.mkdir()
     scenario = dict(scenarios(folder / "store"))[name]
     subject = Subject(folder, scenario.level, **scenario.options)
     scenario.run(subject)
     return subject.result()
 
 
-def show(name: str, result: Result) -> int:
-    """Judge what was served and print a row; returns 1 if the two judges disagree."""
-    row, disagreements = compare(result, apart(wrong_tokens, result.served), lru_cache(None)(same_kv))
-    print("| " + " | ".join([name, *row.cells(), ", ".join(result.findings) or "none"]) + " |", flush=True)
-    for each in disagreements:
-        print(f"  {each}", flush=True)
-    return int(not row)
+def show(
+    name: str,
+    result: Result,
+    wrong: Mapping[tuple[str, str], list[bool]],
+    same: Callable[[Path, Path], bool],
+) -> bool:
+    """Print the row of what was served; returns whether the two judges agree."""
+    row, disagreements = compare(result, {id: wrong[name, id] for id in result.served}, same)
+    print("| " + " | ".join([name, *row.cells(), ", ".join(result.findings) or "none"]) + " |")
+    print("".join(f"  {each}\n" for each in disagreements), end="", flush=True)
+    return bool(row)
 
 
 def apart(function: Callable[..., Returned], *arguments: Any) -> Returned:

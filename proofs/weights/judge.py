@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .engine import TOP, Scores, Served, State, start
 from .subject import Result
 
+Name = TypeVar("Name")
 THRESHOLD = 1e-4
 """Log-probabilities that differ by more are wrong. Two engines with float32 weights differ by 1e-6."""
 
@@ -23,7 +24,7 @@ def differs(one: Scores, other: Scores) -> bool:
     return max(abs(one[token] - other[token]) for token in one.keys() & other.keys()) > THRESHOLD
 
 
-def wrong_tokens(served: Mapping[str, Served]) -> dict[str, list[bool]]:
+def wrong_tokens(served: Mapping[Name, Served]) -> dict[Name, list[bool]]:
     """For each request, which of its output tokens are wrong."""
     wrong = {name: [False] * len(one.tokens) for name, one in served.items()}
     states = dict.fromkeys(state for one in served.values() for state in one.states)
