@@ -488,8 +488,13 @@ class WeightsChanged(Event, frozen=True, array_like=True, tag=47):
 
     @property
     def changes(self) -> bool:
-        """Whether the engine computes with other weights from here on, as far as known."""
-        return self.equal is not True and self.kind in (DECLARED, DETECTED)
+        """Whether the engine computes with other weights from here on, or may do so."""
+        return self.equal is not True and self.kind != LABELLED
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the weights are others for certain, if :attr:`changes`."""
+        return self.kind != POSSIBLE
 
 
 # --- census and snapshot ----------------------------------------------------------------------------

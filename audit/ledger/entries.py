@@ -120,12 +120,10 @@ class OlderOutputs(NamedTuple):
 class ResetRefused(NamedTuple):
     """The engine refused to reset the prefix cache after a change of weights, in ``step``, and a request hit.
 
-    ``running``: the caller also asked to reset the requests that run. ``tokens`` are those of the first hit
-    since then.
+    ``version`` is that of the change, ``tokens`` are those of the first hit since then.
     """
 
     step: int
-    running: bool
     version: int
     tokens: int
 

@@ -43,11 +43,15 @@ class Weights:
         """The number of the last change."""
         self.changes: dict[str, list[int]] = {}
         """The numbers of the changes of the model, and of each adapter."""
+        self.possible: set[int] = set()
+        """Changes of which it is not known whether the weights became others."""
         self.cached_since = 0
         """None of the blocks of the prefix cache is of older weights than these."""
-        self.refused: tuple[int, bool] | None = None
-        """The last reset since the last change, if it was refused: its step, and whether it was to reset
-        the running requests too."""
+        self.reset_version = 0
+        """The version at the last reset of the prefix cache."""
+        self.refused: tuple[int, int] | None = None
+        """A reset that was refused after a change, since the last one that was not: its step, and version.
+        None: there is none, or a request that hit the cache since was reported."""
 
     def of(self, adapter: str) -> int:
         """The version under which a request with this adapter runs now."""
@@ -58,7 +62,9 @@ class Weights:
         if oldest == UNKNOWN:
             return UNKNOWN
         numbers = (self.changes.get(name, ()) for name in {MODEL, adapter})
-        return len({n for each in numbers for n in each[bisect_right(each, oldest) :] if n <= version})
+        between = {n for each in numbers for n in each[bisect_right(each, oldest) :] if n <= version}
+        certain = len(between - self.possible)
+        return UNKNOWN if between and not certain else certain
 
 
 def age_cause(age: int) -> str:

@@ -15,7 +15,7 @@ from .entries import Entry, OlderOutputs, ResetRefused, StaleKV
 from .ledger_state import LedgerState
 from .life import Life
 from .unchanged_steps import activate_all
-from .weights import BEFORE, UNKNOWN, age_cause, extend, spans
+from .weights import BEFORE, MODEL, UNKNOWN, age_cause, extend, spans
 from .weights_of_requests import adapter_of, is_suspect, oldest_of, outputs, weights_of
 
 HIT, LOAD = "hit", "load"
@@ -29,12 +29,18 @@ CHANGES = (ev.DECLARED, ev.DETECTED, ev.POSSIBLE, ev.LABELLED, EQUAL)
 
 
 def _weights_changed(state: LedgerState, event: ev.WeightsChanged) -> None:
-    weights = state.weights
-    if event.changes and event.version > weights.version:
-        add_tokens(state.sums.weights_changes, event.kind, 1)
+    weights, counted = state.weights, state.sums.weights_changes
+    begins = event.changes and event.version > weights.version
+    if begins:
         _begin_version(state, event)
-    elif not event.changes:
-        add_tokens(state.sums.weights_changes, EQUAL if event.equal else event.kind, 1)
+        weights.possible.add(event.version)
+    if not event.changes:
+        add_tokens(counted, EQUAL if event.equal else event.kind, 1)
+    elif not event.is_certain:
+        add_tokens(counted, event.kind, 1)
+    elif event.version in weights.possible:
+        weights.possible.discard(event.version)
+        add_tokens(counted, event.kind, 1)
     enter(state, event)
 
 
@@ -49,7 +55,6 @@ def _begin_version(state: LedgerState, event: ev.WeightsChanged) -> None:
             flight.weights = weights_of(weights, account, flight)
     weights.version = event.version
     weights.changes.setdefault(event.adapter, []).append(event.version)
-    weights.refused = None
     for account in accounts:
         if account.life is not None:
             now = weights.of(adapter_of(account))
@@ -97,9 +102,7 @@ def admitted(state: LedgerState, event: ev.Admitted) -> None:
     if event.external_tokens > 0 and not event.asynchronous:
         loaded(state, account)
     if local and weights.refused is not None:
-        step, running = weights.refused
-        weights.refused = None
-        subject = ResetRefused(step, running, weights.version, local)
+        subject, weights.refused = ResetRefused(*weights.refused, local), None
         state.entries.append(Entry(state.number, event.step, state.at, subject, account))
     weights.cached_since = min(weights.cached_since, oldest_of(life))
 
@@ -163,9 +166,9 @@ def _cache_reset(state: LedgerState, event: ev.CacheReset) -> None:
     if event.succeeded:
         lives = [account.life for account in state.living.values() if account.life is not None]
         weights.cached_since = min([weights.version, *map(oldest_of, lives)])
-        weights.refused = None
-    elif weights.version > weights.cached_since:
-        weights.refused = state.step, event.running
+        weights.refused, weights.reset_version = None, weights.version
+    elif weights.age(MODEL, weights.version, weights.reset_version) > 0:
+        weights.refused = state.step, weights.version
     enter(state, event)
 
 

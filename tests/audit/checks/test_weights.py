@@ -13,6 +13,7 @@ import kvledger
 from kvledger.audit.conformance.engine_setup import EngineSetup
 from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.entry.attach import LiveAudit
+from kvledger.audit.events import POSSIBLE
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -348,6 +349,41 @@ def test_at_level_tokens_a_hit_after_a_change_is_not_known(watched):
     assert [] == watched.violation_ids()
     assert [(0, 6)] == used(watched, "second").unknown
     assert {"age_not_known": 64} == totals(watched)["older_hits"]
+
+
+@near_miss("weights/stale-hit")
+def test_after_a_call_that_may_have_changed_weights_nothing_is_known_of_older_kv(watched):
+    driver = watched.start()
+    ask(driver, "first")
+    driver.run()
+    call = watched.audits[0]._observer.weights.changed
+    call("scale", POSSIBLE)
+    ask(driver, "second")
+    driver.run()
+    call("check", POSSIBLE, equal=True)
+    driver.reset_prefix_cache()
+    ask(driver, "third")
+    driver.run()
+
+    assert [] == watched.violation_ids()
+    assert [(0, 6)] == used(watched, "second").unknown
+    assert [] == used(watched, "third").unknown == used(watched, "third").suspect
+
+
+@violates("weights/stale-hit")
+def test_a_call_that_may_have_changed_weights_hides_no_change_before_it(watched):
+    driver = watched.start()
+    ask(driver, "first")
+    driver.run()
+    changed(driver)
+    ask(driver, "other", of_request=lora("sql", 1))
+    driver.run()
+    watched.audits[0]._observer.weights.changed("scale", POSSIBLE)
+    ask(driver, "second")
+    driver.run()
+
+    assert "second" == watched.finding("weights/stale-hit").request
+    assert {"one_version": 64} == totals(watched)["older_hits"]
 
 
 def test_changes_without_a_step_between_are_one_version(watched):
