@@ -1,9 +1,9 @@
 """What ended engines cost the sidecar: a scrape, a start, and the series, by how many engines ever ran.
 
 Run it with ``python benchmarks/restarts.py``; it prints the table of ``docs/sidecar.md``. Every engine has
-ended, its journal is still there, and its name is its own, as on a host where every restart has a new
-process id. The *first start* has no checkpoint and reads every journal; the *restart* has one. Seconds are
-CPU time, so that other work on the machine counts little.
+ended, its journal is still there, and its model is its own, so that no two share a label. The *first start*
+has no checkpoint and reads every journal; the *restart* has one. Seconds are CPU time, so that other work on
+the machine counts little.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def write(folder: Path, number: int) -> None:
     """The journal of one engine that has ended."""
     writer = JournalWriter(folder / f"engine-{number:08d}-{number}-0")
     writer.rotate()
-    started = ev.EngineStarted(0, time.time(), "vllm", "0.32.0", "made up", "tokens", number, {})
+    named: dict[str, ev.Setting] = {"model": f"model-{number}"}
+    started = ev.EngineStarted(0, time.time(), "vllm", "0.32.0", "made up", "tokens", number, named)
     events: list[ev.Event] = [started, ev.Snapshot(0, 0, [], 0)]
     for request in range(REQUESTS + OPEN):
         events += _step(request, REQUESTS)

@@ -446,6 +446,8 @@ class Follower:
         """Fold the engines that ended before the last of their name; ``compared``: also those with KV events,
         which are needed until requests have been routed.
         """
+        if not self._to_fold:
+            return
         with self.lock:
             for name in list(self._to_fold):
                 journal = self.journals.get(name)

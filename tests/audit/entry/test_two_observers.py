@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from tests.scenarios.driving import start
 
 import kvledger
 from kvledger.audit.entry import plugin
+from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.exporters.sidecar.follower import Follower
 
 NAMES = ("crowd_async_external", "external_preempted_async")
 Observe = Callable[[Any], object]
@@ -89,3 +92,32 @@ def test_an_observer_goes_on_when_the_other_leaves(first_leaves: bool) -> None:
     assert (1, 2) == (leaves.totals.requests, stays.totals.requests)
     assert "clean" == leaves.verdict == stays.verdict
     assert before == {name: getattr(driver.scheduler, name) for name in before}
+
+
+def followed(folder: Path) -> int:
+    """How many requests a sidecar counts."""
+    follower = Follower(folder)
+    follower.catch_up()
+    counted = sum(each.totals().requests for each in follower.audits)
+    follower.close()
+    return counted
+
+
+def test_the_requests_of_each_journal_of_one_engine_count(tmp_path: Path) -> None:
+    """Two observers that record into one folder, then a copy of a journal: the requests of each count."""
+    driver = start()
+    two = [plugin.observe(driver.scheduler) for _ in range(2)]
+    driver.add("one", 50, 2)
+    driver.run()
+    for observer in two:
+        assert observer is not None
+        observer.shutting_down()
+    first, second = journals_at([tmp_path])
+
+    assert 2 == audit_paths([tmp_path]).totals.requests
+    assert figures(audit_paths([first])) == figures(audit_paths([second]))
+    assert 2 == followed(tmp_path)
+
+    shutil.copytree(first, tmp_path / "copy")
+    assert 3 == audit_paths([tmp_path]).totals.requests
+    assert 3 == followed(tmp_path)
