@@ -171,5 +171,8 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
     "model.load_weights": lambda llm, folder: load_into(model_of(llm), folder),
     "one chunk": lambda llm, folder: llm.update_weights({"update_info": {"folder": folder}}),
     "own writes and mark_weights": _declared,
+    "own writes in apply_model": lambda llm, folder: llm.apply_model(
+        lambda model: _write_into(model, folder)
+    ),
     "own writes, undeclared": lambda llm, folder: _write_into(model_of(llm), folder),
 }

@@ -51,6 +51,13 @@ def embedded(subject: Subject) -> None:
     subject.serve(A, embedded=True)
 
 
+def harmless(subject: Subject) -> None:
+    """A function of the caller runs on the model and changes nothing."""
+    subject.serve(A)
+    subject.llm.apply_model(lambda model: None)
+    subject.serve(A, B)
+
+
 def label_only(subject: Subject) -> None:
     """The label changes and the weights do not."""
     subject.serve(A)
@@ -58,10 +65,10 @@ def label_only(subject: Subject) -> None:
     subject.serve(A, B)
 
 
-def equal(subject: Subject) -> None:
+def equal(subject: Subject, way: str = "reload_weights") -> None:
     """The same weights are loaded again."""
     subject.serve(A)
-    subject.update(0)
+    subject.update(0, way)
     subject.serve(A, B)
 
 
@@ -193,6 +200,8 @@ class Scenario:
     run: Callable[[Subject], None]
     options: dict[str, Any] = field(default_factory=dict)
     level: str = "blocks"
+    unseen: bool = False
+    """Nothing can see the change at this level."""
 
 
 SMALL = {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 512, "max_model_len": 320}
@@ -205,10 +214,16 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
     lora = {"enable_lora": True, "max_lora_rank": 8}
     for way in [each for each in WAYS if each != "one chunk"]:
-        yield f"no reset, {way}", Scenario(partial(no_reset, way=way), TRANSFER)
-    undeclared = partial(no_reset, way="own writes, undeclared")
-    yield "no reset, own writes, undeclared, level content", Scenario(undeclared, level="content")
+        unseen = way == "own writes, undeclared"
+        yield f"no reset, {way}", Scenario(partial(no_reset, way=way), TRANSFER, unseen=unseen)
+    for way in ("own writes in apply_model", "own writes, undeclared"):
+        again = Scenario(partial(no_reset, way=way), level="content")
+        yield f"no reset, {way}, level content", again
+    yield "apply_model that changes nothing", Scenario(harmless)
+    yield "apply_model that changes nothing, level content", Scenario(harmless, level="content")
     yield "equal weights, level content", Scenario(equal, level="content")
+    loaded = partial(equal, way="model.load_weights")
+    yield "equal weights by model.load_weights, level content", Scenario(loaded, level="content")
     yield "label only", Scenario(label_only)
     yield "reset", Scenario(with_reset)
     yield "only lm_head", Scenario(partial(only, changed=lambda name: name == "lm_head.weight"))
@@ -234,9 +249,9 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     for added in (True, False):
         by = "added" if added else "loaded by a request"
         in_place = partial(adapter, in_place=True, added=added)
-        again = partial(adapter, in_place=False, added=added)
+        replaced = partial(adapter, in_place=False, added=added)
         yield f"LoRA {by}, then in place", Scenario(in_place, lora)
-        yield f"LoRA {by}, then removed and added", Scenario(again, lora)
+        yield f"LoRA {by}, then removed and added", Scenario(replaced, lora)
     for level in (0, 1, 2):
         yield f"sleep level {level}", Scenario(partial(sleep, level=level))
     yield "update in chunks", Scenario(chunks_of_an_update, TRANSFER)
