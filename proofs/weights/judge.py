@@ -44,11 +44,13 @@ def _fresh(state: State, some: Sequence[Served]) -> list[list[Scores]]:
     from vllm.lora.request import LoRARequest
 
     options: dict[str, Any] = {"enable_prefix_caching": False, "num_gpu_blocks_override": 256}
+    options |= {"max_num_batched_tokens": 2048, "max_num_seqs": 16}
     lora = None
     if state.adapter is not None:
-        options |= {"enable_lora": True, "max_lora_rank": 8}
+        # Of several prompts with an adapter vLLM's CPU kernels give no log-probabilities.
+        options |= {"enable_lora": True, "max_lora_rank": 8, "max_num_seqs": 1}
         lora = LoRARequest("fresh", 1, str(state.adapter))
-    llm = start(state.weights, **(options | {"max_num_batched_tokens": 2048, "max_num_seqs": 16}))
+    llm = start(state.weights, **options)
     params = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=TOP)
     prompts = []
     for one in some:
