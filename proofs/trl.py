@@ -53,7 +53,7 @@ def main() -> int:
             sys.exit("\n".join([*lines[-30:], f"kvledger: the run {run!r} failed, see above"]))
         result = json.loads(lines[-1])
         print(row(run, result["steps"], result["updates"]), flush=True)
-        print("\n".join(f"  {line}" for line in result["findings"]))
+        print("".join(f"  {line}\n" for line in [*older_steps(result["steps"]), *result["findings"]]), end="")
         total = sums(result["steps"])
         failed |= total["missed"] > 0 or (run == "shipped" and total["suspect"] > 0)
     return int(failed)
@@ -83,6 +83,16 @@ def row(run: str, steps: list[dict[str, Any]], updates: int) -> str:
     cells = [f"{value:,}" for value in sums(steps).values()]
     ratios = [step["ratio"] for step in steps]
     return f"| {run} | {updates} | " + " | ".join(cells) + f" | {min(ratios):.3f} to {max(ratios):.3f} |"
+
+
+def older_steps(steps: list[dict[str, Any]]) -> list[str]:
+    """A line for each step whose outputs read KV of older weights."""
+    return [
+        f"step {number}: {step['older']:,} prompt tokens and {step['suspect']:,} of {step['tokens']:,} "
+        f"output tokens over older KV, {step['wrong']:,} wrong, ratio {step['ratio']:.3f}"
+        for number, step in enumerate(steps)
+        if step["suspect"]
+    ]
 
 
 def model_folder(folder: Path) -> Path:

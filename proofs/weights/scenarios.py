@@ -229,7 +229,7 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     yield "only lm_head", Scenario(partial(only, changed=lambda name: name == "lm_head.weight"))
     yield "only the last layer's mlp", Scenario(partial(only, changed=lambda name: f"{LAST}mlp" in name))
     yield (
-        "only the last layer's k and v",
+        "only the last layer's v",
         Scenario(partial(only, changed=lambda name: f"{LAST}self_attn.v" in name)),
     )
     yield "equal weights", Scenario(equal)
