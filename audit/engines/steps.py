@@ -71,6 +71,9 @@ class Steps:
             return
         self._reports.expect(request)
         self._admissions.queue.arrived = True
+        adapter = getattr(request, "lora_request", None)
+        if adapter is not None:
+            self._observer.weights.adapter_used(adapter)
         resumable, headers = getattr(request, "resumable", False), getattr(request, "trace_headers", None)
         if resumable:
             self.expect_sessions()

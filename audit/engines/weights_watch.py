@@ -115,7 +115,7 @@ class WeightsWatch:
         self._target = ""
         """What ``update_weights`` changes: the model, or the draft model."""
         self._adapters: dict[str, tuple[int, Mapping[str, tuple[int, int]]]] = {}
-        """By name of each adapter that was loaded: its id, and its files."""
+        """By name of each adapter that was loaded, or that came with a request: its id, and its files."""
         self._removed: set[str] = set()
         """The adapters that were loaded and removed."""
         self._models: list[Wrapping] = []
@@ -237,6 +237,13 @@ class WeightsWatch:
             self.changed(name, ev.POSSIBLE)
         if name == "finish_weight_update":
             self._target = ""
+
+    def adapter_used(self, request: Any) -> None:
+        """A request comes with an adapter, which the engine loads if it has not yet."""
+        if request.lora_name not in self._adapters:
+            with self._guarded("add_request"):
+                files = _files(str(getattr(request, "lora_path", "")))
+                self._adapters[str(request.lora_name)] = int(request.lora_int_id), files
 
     def _adapter_added(self, request: Any) -> None:
         """An adapter was loaded. One of that name that was loaded before may have had other weights."""

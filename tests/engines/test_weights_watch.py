@@ -154,6 +154,18 @@ def test_an_adapter_in_place_is_compared_by_its_files(engine, tmp_path: Path):
     assert {"sql": 1} == engine.watch.versions
 
 
+@pytest.mark.parametrize("removed", [True, False])
+def test_an_adapter_that_a_request_loaded_is_compared_too(engine, tmp_path: Path, removed: bool):
+    (tmp_path / "adapter.safetensors").write_text("one")
+    engine.watch.adapter_used(adapter("sql", 1, str(tmp_path)))
+    (tmp_path / "adapter.safetensors").write_text("another")
+    if removed:
+        engine.core.remove_lora(1)
+    engine.core.add_lora(adapter("sql", 1, str(tmp_path), load_inplace=not removed))
+
+    assert [(1, "add_lora", DECLARED)] == engine.changes()
+
+
 def test_an_adapter_that_was_removed_and_added_again_may_have_changed(engine):
     engine.core.add_lora(adapter("sql", 1, "organisation/sql"))
     engine.core.remove_lora(1)
