@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .audit.engines.weights_watch import mark_weights
     from .audit.entry.attach import attach
+    from .audit.entry.weights import mark_weights
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
         LiveAudit.open_journal = _open_journal
         return attach
     if name == "mark_weights":
-        from .audit.engines.weights_watch import mark_weights
+        from .audit.entry.weights import mark_weights
 
         return mark_weights
     if name == "Audit":

@@ -116,6 +116,10 @@ class WeightsWatch:
         """What ``update_weights`` changes: the model, or the draft model."""
         self._adapters: dict[str, tuple[int, Mapping[str, tuple[int, int]]]] = {}
         """By name of each adapter that was loaded, or that came with a request: its id, and its files."""
+        self._calls = 0
+        """Calls of the engine core that have not returned."""
+        self._loaded = False
+        """Whether a model has loaded weights in such a call."""
         self._removed: set[str] = set()
         """The adapters that were loaded and removed."""
         self._models: list[Wrapping] = []
@@ -164,8 +168,10 @@ class WeightsWatch:
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    with self._guarded("load_weights"):
-                        self.changed("load_weights", ev.DECLARED)
+                    self._loaded = True
+                    if not self._calls:  # else the call of the engine core is not over
+                        with self._guarded("load_weights"):
+                            self.changed("load_weights", ev.DECLARED)
 
             return load_weights
 
@@ -203,8 +209,13 @@ class WeightsWatch:
 
     # --- the calls --------------------------------------------------------------------------------------
 
+    def begins(self) -> None:
+        """A wrapped method of ``EngineCore`` is called."""
+        self._calls, self._loaded = self._calls + 1, False
+
     def called(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], raised: bool) -> None:
         """A wrapped method of ``EngineCore`` has returned or raised."""
+        self._calls -= 1
         with self._guarded(method):
             first = args[0] if args else next(iter(kwargs.values()), None)
             if method == "collective_rpc":
@@ -234,7 +245,7 @@ class WeightsWatch:
         elif isinstance(method, str) and name in CHANGING:
             self.changed(name, ev.DECLARED, adapter=self._target)
         elif not (isinstance(method, str) and name in HARMLESS):
-            self.changed(name, ev.POSSIBLE)
+            self.changed(name, ev.DECLARED if self._loaded else ev.POSSIBLE)
         if name == "finish_weight_update":
             self._target = ""
 
@@ -302,6 +313,7 @@ def _wrap(core: Any, name: str) -> None:
         watch = None if scheduler is None else _watches.get(scheduler)
         if watch is None:
             return original(self, *args, **kwargs)
+        watch.begins()
         try:
             result = original(self, *args, **kwargs)
         except Exception:

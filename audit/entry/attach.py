@@ -36,10 +36,10 @@ from ..journal.writer import JournalWriter, Limits
 from ..ledger.account import Account
 from ..ledger.ledger import Ledger
 from ..ledger.statements import AccountStatement
-from ..ledger.weights_of_requests import WeightsUsed, weights_used
 from ..pool_calls import AnyEvent
 from ..release_semantics import release
 from ..replay.find import pick_request
+from .weights import WeightsOfRequest, weights_of_request
 
 
 class AuditError(AssertionError):
@@ -140,12 +140,12 @@ class LiveAudit:
         suffixed = has_random_suffix(release(host_version()))
         return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed)
 
-    def weights(self, request_id: str) -> WeightsUsed:
+    def weights(self, request_id: str) -> WeightsOfRequest:
         """Under which weights the tokens of one request were computed, and which outputs are suspect.
 
         The request is named as for :meth:`account`.
         """
-        return weights_used(self._account(request_id))
+        return weights_of_request(self._account(request_id))
 
     def save(self, folder: str | Path) -> None:
         """Write the events so far as a journal, for every command. Raises LedgerError.

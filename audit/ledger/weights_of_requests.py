@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -122,23 +121,6 @@ class WeightsUsed(msgspec.Struct, frozen=True):
     """Output tokens whose step read KV of older weights than its own: start, end."""
     unknown: list[tuple[int, int]]
     """Output tokens of which it is not known whether it did."""
-
-    def suspect_mask(self) -> Any:
-        """A NumPy array of booleans, one for each output token: whether it is suspect."""
-        return _mask(self.suspect, self.output_tokens)
-
-    def unknown_mask(self) -> Any:
-        """The same, for the output tokens of which it is not known."""
-        return _mask(self.unknown, self.output_tokens)
-
-
-def _mask(ranges: list[tuple[int, int]], length: int) -> Any:
-    import numpy
-
-    mask: Any = numpy.zeros(length, dtype=bool)
-    for start, end in ranges:
-        mask[start:end] = True
-    return mask
 
 
 def weights_used(account: Account) -> WeightsUsed:

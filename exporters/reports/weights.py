@@ -76,7 +76,7 @@ def sentences(data: WeightsData) -> Iterator[str]:
             "read KV of older weights."
         )
     if data.detected:
-        yield f"{counted(data.detected, 'change')} of weights was seen by a digest alone."
+        yield f"Seen by a digest alone: {counted(data.detected, 'change')}."
     if data.loads_older:
         yield f"{counted(data.loads_older, 'promised token')} had KV of older weights."
     if data.hits_unknown or data.outputs_unknown:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.serving.processes import Engine
 
-from kvledger.audit.ledger.weights_of_requests import weights_used
+from kvledger.audit.entry.weights import weights_of_request
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 
@@ -139,7 +139,7 @@ def _judged(served: dict[str, Served], journals: Path) -> Result:
     accounts = [account for engine in audit.engines for account in engine.of(KeptAccounts).sums]
     result = Result(served, {}, {}, {}, [f"{one.id} ({one.findings})" for one in audit.found])
     for name, one in served.items():
-        (use,) = (weights_used(each) for each in accounts if each.request_id.startswith(f"{name}-"))
+        (use,) = (weights_of_request(each) for each in accounts if each.request_id.startswith(f"{name}-"))
         result.suspect[name], result.unknown[name] = use.suspect_mask().tolist(), use.unknown_mask().tolist()
         result.oldest[name] = [None] * len(one.tokens)
     return result

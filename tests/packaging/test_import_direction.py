@@ -52,7 +52,7 @@ EVENTS = ("audit.errors", "audit.events", "audit.pool_calls")
 OUTER = Rule(ours=("audit",))
 
 RULES = {
-    TOP: Rule(libraries=NONE, ours=("audit.entry.attach", "audit.entry.notebook")),
+    TOP: Rule(libraries=NONE, ours=("audit.entry.attach", "audit.entry.notebook", "audit.entry.weights")),
     "__main__": Rule(libraries=NONE, ours=("cli",)),
     "cli": Rule(ours=("cli_options", "cli_run", *FOLDERS), libraries=frozenset({"typer"})),
     "cli_run": Rule(ours=("cli_options", *FOLDERS), libraries=frozenset({"typer"})),
@@ -97,7 +97,13 @@ RULES = {
     ),
     # accounts, what must hold of them, why figures differ, and journals read again
     "audit.figures": Rule(
-        ours=("audit.causes", "audit.figures", "audit.ledger.account", "audit.ledger.statements"),
+        ours=(
+            "audit.causes",
+            "audit.figures",
+            "audit.ledger.account",
+            "audit.ledger.statements",
+            "audit.ledger.weights_of_requests",
+        ),
     ),
     "audit.ledger": Rule(ours=LEDGER),
     "audit.checks": Rule(ours=CHECKS),
@@ -122,6 +128,7 @@ RULES = {
     "audit.engines.content.fingerprint_triton": Rule(
         ours=("audit.engines.content.fingerprint",), libraries=frozenset({"numpy", "torch", "triton"})
     ),
+    "audit.engines.content.weight_digest": Rule(libraries=frozenset({"torch"})),
     "audit.engines.content.device_buffers": Rule(libraries=frozenset({"torch"})),
     "audit.engines.content.sketches": Rule(
         ours=("audit.engines.content", "audit.engines.step_log", "audit.events"),
@@ -135,6 +142,7 @@ RULES = {
     ),
     # the outer ring
     "audit.entry": OUTER,
+    "audit.entry.weights": OUTER._replace(libraries=frozenset({"numpy"})),
     "audit.entry.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_settings": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
