@@ -27,11 +27,10 @@ from .records import (
     Operation,
     Pool,
     hash_text,
-    keep_newest,
 )
 
 REMOVED_HASHES_KEPT = 2
-"""How many hashes that left the cache map are remembered at least, per block of the pool."""
+"""How many hashes that left the cache map are remembered, per block of the pool."""
 
 Accounts = Mapping[int, Account]
 
@@ -171,7 +170,8 @@ class Holdings:
                 pool.removed.pop(hash_id, None)
                 if how:
                     pool.removed[hash_id] = (step, UNKNOWN, how)
-                    keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
+                    if len(pool.removed) > REMOVED_HASHES_KEPT * pool.blocks:
+                        del pool.removed[next(iter(pool.removed))]
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
         record.isolation, record.wrong_from = None, UNKNOWN
