@@ -81,7 +81,7 @@ def mark_weights(label: str = "", adapter: str = "") -> int:
     """
     watches = list(_watches.values())
     for watch in watches:
-        watch.changed("mark_weights", ev.DECLARED, label=label, adapter=adapter)
+        watch.marked(label, adapter)
     return len(watches)
 
 
@@ -208,6 +208,11 @@ class WeightsWatch:
         return False if False in found else True if found == {True} else None
 
     # --- the calls --------------------------------------------------------------------------------------
+
+    def marked(self, label: str, adapter: str) -> None:
+        """The caller declares a change."""
+        with self._guarded("mark_weights"):
+            self.changed("mark_weights", ev.DECLARED, label=label, adapter=adapter)
 
     def begins(self) -> None:
         """A wrapped method of ``EngineCore`` is called."""

@@ -113,6 +113,8 @@ def loaded(state: LedgerState, account: Account) -> None:
     if life is None or not life.made or life.local >= end:
         return
     start, now = max(0, life.local), state.weights.of(adapter_of(account))
+    if all(oldest != UNKNOWN for *_, oldest in spans(life.made, start, end)):
+        return  # the life began before the first change
     for first, version, oldest in weights_of_blocks.loads(state.blocks, account.request, start, end):
         extend(life.made, first, version, oldest)
     _judge(state, account, life, LOAD, (start, end), ())

@@ -276,6 +276,12 @@ class Device:
                 found.append(self.oldest.get(table[position // size], [0] * size)[position % size])
         return min(found)
 
+    def _is_stale(self, work: Work) -> bool:
+        """Whether some position of the local hit is of older weights, for certain: no loaded one is before it."""
+        ends = range(1, work.admission.local + 1)
+        chains = (self._oldest(work, end) for end in ends)
+        return any(0 <= oldest < work.admission.version for oldest in chains)
+
     def _reads(self, work: Work, numbers: list[int], start: int) -> bool:
         """Whether each group contains what a token at position ``start`` reads."""
         return all(
@@ -322,7 +328,7 @@ class Device:
             work.admission.checked = True
             if not self._reads(work, numbers, work.admission.local):
                 self.bad_hits.add(name)
-            if 0 <= self._oldest(work, work.admission.local) < work.admission.version:
+            if self._is_stale(work):
                 self.stale_hits.add(name)
         oldest = self._oldest(work, work.start)
         for group, table in zip(self.layout, work.tables, strict=True):

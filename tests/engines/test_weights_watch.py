@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -67,9 +68,16 @@ class Engine:
         return [(each.version, each.by, each.kind) for each in events]
 
 
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observe no engine of another test."""
+    monkeypatch.setattr(weights_watch, "engine_core", lambda: EngineCore)
+    monkeypatch.setattr(weights_watch, "_watches", WeakKeyDictionary())
+    monkeypatch.setattr(weights_watch, "_covered", {})
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights_watch, "engine_core", lambda: EngineCore)
+    alone(monkeypatch)
     engine = Engine()
     yield engine
     engine.watch.remove()
@@ -188,7 +196,7 @@ def test_a_mark_reaches_every_observed_engine(engine):
 
 
 def test_the_class_is_restored_with_the_last_engine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights_watch, "engine_core", lambda: EngineCore)
+    alone(monkeypatch)
     before = dict(vars(EngineCore))
     one, two = Engine(), Engine()
     one.watch.remove()

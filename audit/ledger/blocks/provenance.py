@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
 from ..account import Account
 from ..life import Life
+from ..weights import BEFORE
 from .holdings import Holdings
 from .records import UNKNOWN, Block, Filled, Holder, Lack, LifeLacks, Pool
 
@@ -126,13 +127,14 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
     of_any = _life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN)
     filled_below = min((low for low, _, _ in of_any), default=EVERY)
     whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
+    uncached = Filled(account.request, account.request_id, life.number, None, life.made or [BEFORE])
     for number, block in lacks.blocks:
         record = holdings.pools[number].records[block]
         filled = record.filled
         if filled is None or filled.lacks is not None or filled.request != account.request:
             continue
-        if not known or record.begin < 0:  # nothing else can read a block that was never cached
-            record.filled = None
+        if not known or record.begin < 0:  # what a block lacks that is cached later is not known
+            record.filled = uncached if known else None
             continue
         if record.room_end <= filled_below:
             record.filled = whole

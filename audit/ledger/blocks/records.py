@@ -78,7 +78,7 @@ class Filled(msgspec.Struct, frozen=True, gc=False):
     request_id: str
     life: int
     lacks: list[Lack] | None = None
-    """The positions that the life left without valid KV; None while it lasts."""
+    """The positions that the life left without valid KV; None while it lasts, and if it is not known."""
     made: list[Made] | None = None
     """Under which weights the life filled the block; None: before the first change, or the life lasts."""
 

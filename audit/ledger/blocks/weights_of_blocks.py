@@ -35,7 +35,7 @@ def _filled_by(record: Block) -> HitBlock:
     request, life, made = UNKNOWN, 0, None
     if filled is not None and record.begin >= 0:
         request, life = filled.request, filled.life
-        made = None if filled.lacks is None else filled.made or [BEFORE]
+        made = filled.made if filled.lacks is None else filled.made or [BEFORE]
     return begin, max(begin + 1, record.room_end), record.writer, request, life, made
 
 
