@@ -101,9 +101,9 @@ def _fail_ended(state: LedgerState, blocks: Collection[int]) -> None:
         flight = account.in_flight[0] if account.in_flight else None
         if flight is None or not flight.life.ended_by or flight.life.delivered or flight.life.asynchronous:
             continue
-        life, promise = flight.life, state.transfers.of_life(account.request, flight.life)
+        life, promise = flight.life, state.transfers.promises.get(account.request)
         enter_subjects(state, state.blocks.load_failed(account.request, life, blocks), state.step)
-        if promise is None or life.ended_by not in causes.PREEMPTIONS:
+        if promise is None or promise.life is not life or life.ended_by not in causes.PREEMPTIONS:
             continue
         failed = [block for block in promise.blocks if block in blocks]
         if failed:

@@ -179,7 +179,6 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if account.closed_at >= 0 or flight.overrun:
             if account.closed_at < 0 and accepted:
                 _reject_past_stop(state, account, flight)
-                _take_past_output(state, account, flight)
             continue
         life = flight.life
         sampled = account.sampled
@@ -273,23 +272,6 @@ def _reject_past_stop(state: LedgerState, account: Account, flight: InFlight) ->
         account.computed -= rejected
         add_line(state, account, "rejected drafts", debit=rejected)
         _begin_lower(account, flight, rejected)
-
-
-def _take_past_output(state: LedgerState, account: Account, flight: InFlight) -> None:
-    """Output of a step past the stop of a session's turn was delivered when the next turn had begun.
-
-    The engine takes its tokens for those of the next turn.
-    """
-    end = flight.start + flight.tokens
-    if (
-        account.sampled > 0
-        and account.life is not None
-        and not flight.drafts
-        and end < account.sequence_tokens
-    ):
-        subject = SampledTwice(end, account.sequence_tokens)
-        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
-        account.sequence_tokens += account.sampled
 
 
 def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:

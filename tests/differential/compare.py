@@ -177,8 +177,6 @@ class Expected:
         if account.resumable and drafts:
             # Both numbers are the engine's own. The device does not follow turns that end within drafts.
             yield "session-skips-tokens"
-        if account.resumable:
-            yield "session-takes-a-past-output"
         if account.resumable and asynchronous:
             yield "session-waits-with-placeholders"
             yield "session-enqueued-twice"
@@ -217,8 +215,6 @@ class Expected:
                 # At level blocks a hit on a block without its KV gives the request no KV.
                 if figure in GIVEN_BY_HITS and level == "blocks" and self.device.went_wrong:
                     continue
-                if "rejection-of-a-past-life" in account.faults and figure.startswith("loaded"):
-                    continue  # The engine subtracts them from the count of a load under way.
                 if figures[figure] != expected:
                     yield figure, f"{name}: {figures[figure]} in the ledger, {expected} by position"
 

@@ -218,9 +218,7 @@ class Device:
         for name, work in step.works.items():
             failed = work.failures < work.admission.failures or self._fails(fact, name)
             # A life that has ended: no request has its blocks now, and the scheduler drops its output.
-            if fact.invalid_blocks.intersection(*work.tables[:1]) and not fact.returned.get(name):
-                failed = True
-                work.admission.failures += 1  # its later steps' output is dropped, too
+            failed |= bool(fact.invalid_blocks.intersection(*work.tables[:1])) and not fact.returned.get(name)
             oldest = self._oldest(work, work.start)
             self.sampled.setdefault(name, []).extend([(work.version, oldest)] * fact.returned.get(name, 0))
             sane = self._execute(work, fact.sampled.get(name, ()), failed)

@@ -295,7 +295,7 @@ class Oracle:
         sampled = len(fact.sampled.get(name, ()))
         rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
         before, after = fact.before[name].computed, fact.after[name].computed
-        if rejected and 0 <= after <= before - rejected:  # a count of -1 stands for an unknown one
+        if rejected and after <= before - rejected:
             if work.valid_below is not None:
                 account.faults.add("rejection-before-a-failed-load")
             if work.life is not account.life:
