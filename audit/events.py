@@ -309,12 +309,6 @@ class LoadFailed(Event, frozen=True, array_like=True, tag=12):
     failed_blocks: list[int] | None = None
 
 
-class BlocksFailed(Event, frozen=True, array_like=True, tag=38):
-    """Blocks were reported as not loaded with an output, and the engine lowered the count of no request."""
-
-    blocks: list[int]
-
-
 class RolledBack(Event, frozen=True, array_like=True, tag=13):
     """The count of computed tokens fell, for a ``cause`` of :mod:`kvledger.audit.causes`.
 
@@ -1042,7 +1036,6 @@ EmittedEvent = (
     | LoadPlanned
     | LoadFinished
     | LoadFailed
-    | BlocksFailed
     | RolledBack
     | Stepped
     | Delivered

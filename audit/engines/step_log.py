@@ -26,9 +26,6 @@ COMPARED_EVERY = 8
 WHOLE_SHARE = 0.125
 """``DeliveredWhole`` is emitted if more than this share changed: 1 byte per request, not 5 per change."""
 
-FAILURES = ev.LoadFailed, ev.BlocksFailed
-"""What the engine does with failed loads before it takes the output that reports them."""
-
 NONE: list[int] = []
 """One empty list for all events: separate lists would each be visited by the garbage collector."""
 
@@ -131,7 +128,7 @@ class StepLog:
     def emit(self, event: ev.Event) -> None:
         """Emit one event, after everything that happened before it."""
         held = self.held
-        if held is not None and type(event) not in FAILURES:
+        if held is not None and type(event) is not ev.LoadFailed:
             held.append(event)
             return
         if self.pool_calls:

@@ -5,22 +5,14 @@ What workers did with promised blocks is kept in ``transfers.py``; this file pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import causes
 from .. import events as ev
 from ..figures.sums import add_tokens
 from .account import Account
-from .accounts import (
-    account_of,
-    add_line,
-    enter,
-    enter_computed,
-    enter_subjects,
-    find_account,
-    roll_back,
-)
+from .accounts import account_of, add_line, enter, enter_computed, find_account, roll_back
 from .counting_rules import load_failed
 from .entries import Entry, ExternalTokensLost, FailedBlocksKept, Handover, Overdue, Unpromised, Unsaved
 from .ledger_state import LedgerState
@@ -84,31 +76,7 @@ def _load_failed(state: LedgerState, event: ev.LoadFailed) -> None:
             if flight.life is life and flight.invalid_from < 0:
                 flight.invalid_from = valid
         _compare_failed_blocks(state, account, life, event)
-    _fail_ended(state, event.failed_blocks or ())
     enter(state, event, account)
-
-
-def _blocks_failed(state: LedgerState, event: ev.BlocksFailed) -> None:
-    _fail_ended(state, event.blocks)
-    enter(state, event)
-
-
-def _fail_ended(state: LedgerState, blocks: Collection[int]) -> None:
-    """Blocks failed that the step whose output comes loaded for lives that have ended since."""
-    if not blocks or state.skip_deliveries or not state.undelivered:
-        return
-    for account, _, _ in state.undelivered[0].values():
-        flight = account.in_flight[0] if account.in_flight else None
-        if flight is None or not flight.life.ended_by or flight.life.delivered or flight.life.asynchronous:
-            continue
-        life, promise = flight.life, state.transfers.promises.get(account.request)
-        enter_subjects(state, state.blocks.load_failed(account.request, life, blocks), state.step)
-        if promise is None or promise.life is not life or life.ended_by not in causes.PREEMPTIONS:
-            continue
-        failed = [block for block in promise.blocks if block in blocks]
-        if failed:
-            flight.invalid_from = promise.position(failed[0])
-            _take_back(state, [promise.unkept(failed, "")], causes.FAILED)
 
 
 def _compare_failed_blocks(state: LedgerState, account: Account, life: Life, event: ev.LoadFailed) -> None:
@@ -161,24 +129,22 @@ def _promises_reported(state: LedgerState) -> bool:
     return settings.get("groups") == 1 and not settings.get("deferred_loads", True)
 
 
-def _take_back(state: LedgerState, unkept: Iterable[UnkeptPromise], cause: str = causes.NEVER_LOADED) -> None:
+def _take_back(state: LedgerState, unkept: Iterator[UnkeptPromise]) -> None:
     """Post the tokens that a worker did not load as lost, even if they were posted as loaded."""
     for account, life, start, by_worker, blocks in unkept:
         find_account(state, account.request)
-        loaded_end = life.local + life.loaded
-        end = life.pending_end if life.pending else loaded_end
-        if start < loaded_end:
-            withdrawn = account.positions.withdraw(start, loaded_end, life.number)
-            account.loaded_again -= loaded_end - start - withdrawn
-            account.loaded -= loaded_end - start
-            life.loaded -= loaded_end - start
-            if account.life is not None and account.life is not life:  # its hit had no KV before
-                account.hit_again -= max(0, min(loaded_end, account.life.local) - start)
+        end = life.pending_end
         if life.pending:
-            life.pending_end = max(start, life.pending_start)
+            life.pending_end = start = max(start, life.pending_start)
+        else:
+            end = life.local + life.loaded
+            withdrawn = account.positions.withdraw(start, end, life.number)
+            account.loaded_again -= end - start - withdrawn
+            account.loaded -= end - start
+            life.loaded -= end - start
         life.missing_blocks = blocks
         if start < end:
-            lose_external(state, account, life, start, end, cause, by_worker)
+            lose_external(state, account, life, start, end, causes.NEVER_LOADED, by_worker)
 
 
 def resolve(state: LedgerState, account: Account, life: Life) -> None:
@@ -306,7 +272,6 @@ LOADS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.LoadPlanned: _load_planned,
     ev.LoadFinished: _load_finished,
     ev.LoadFailed: _load_failed,
-    ev.BlocksFailed: _blocks_failed,
     ev.SavePlanned: _save_planned,
     ev.FreeDelayed: _free_delayed,
     ev.FreeCompleted: _free_completed,

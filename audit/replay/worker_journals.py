@@ -17,7 +17,6 @@ import msgspec
 
 from ..errors import LedgerError
 from ..events import (
-    BlocksFailed,
     BlocksMoved,
     BlocksSketched,
     Census,
@@ -39,9 +38,7 @@ from ..events import (
 from ..journal.catalogue import WORKER, Catalogue
 from ..journal.reader import Position, Reader
 
-AFTER_PLANNING: tuple[type[Event], ...] = (
-    *(Delivered, DeliveredWhole, LoadFailed, BlocksFailed, Repeated, Census),
-)
+AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
 """Events that an engine emits between two calls of its scheduler, never while it plans a step."""
 
 

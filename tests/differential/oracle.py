@@ -25,8 +25,6 @@ class Hit:
     """The local hit of an admission, which comes after the steps that are in flight at the admission."""
 
     life: Life
-    valid: int = 1 << 62
-    """The hit found no KV from this position on: the load had failed."""
 
 
 @dataclass
@@ -52,8 +50,6 @@ class OracleAccount(Account):
     """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
-    loads: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The block table at the admission of each life, by the life's number."""
     load_failures: int = 0
     failed_lives: set[int] = field(default_factory=set)
     """The numbers of the lives in which one failed."""
@@ -80,7 +76,7 @@ class OracleAccount(Account):
             if isinstance(each, Work) or (kept and not everything):
                 kept.append(each)
             elif isinstance(each, Hit):
-                for position in range(min(each.life.local, each.valid)):
+                for position in range(each.life.local):
                     self.come(each.life, position, "local")
             else:
                 for position in each.positions:
@@ -92,15 +88,8 @@ class OracleAccount(Account):
         self.load_failures += 1
         self.failed_lives.add(life.number)
         self.failed = life
-        self.lose_load(life, valid)
-
-    def lose_load(self, life: Life, valid: int) -> None:
-        """A load failed from position ``valid`` on."""
         life.pending = {position for position in life.pending if position < valid}
         self.distrust(life, valid)
-        for hit in self.queue:
-            if isinstance(hit, Hit) and hit.life is life:
-                hit.valid = min(valid, hit.valid)
         for work in self.works():
             # A request keeps its count if another one computes the failed blocks again.
             if work.life is life and not work.overrun and work.start + work.tokens > valid:
@@ -203,7 +192,6 @@ class Oracle:
         promised = set(range(fact.local, fact.local + fact.external))
         life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
         account.lives.append(life)
-        account.loads[life.number] = fact.tables[0]
         account.unloaded = 0
         account.counts["promised"] += fact.external
         account.queue.append(Hit(life))
@@ -243,7 +231,6 @@ class Oracle:
         for name, work in step.items():
             account = self.accounts[name]
             account.catch_up()
-            self._fail_ended(account, work.life, fact.invalid_blocks)
             assert account.queue[0] is work
             del account.queue[0]
             if not work.overrun and work.drafts >= work.tokens and fact.sampled.get(name):
@@ -322,18 +309,6 @@ class Oracle:
                 account.fail_load(life, fact.after[name].computed)
                 names.add(name)
         return names
-
-    def _fail_ended(self, account: OracleAccount, life: Life, invalid: frozenset[int]) -> None:
-        """A life that ended before its synchronous load failed. The engine looks at no block of it."""
-        if life.over == "ended" and life.pending and not life.asynchronous:
-            starts = range(0, max(life.pending) + 1, self.block_size)
-            failed = [
-                start
-                for start, block in zip(starts, account.loads[life.number], strict=False)
-                if block in invalid
-            ]
-            if failed and failed[-1] + self.block_size > min(life.pending):
-                account.lose_load(life, max(min(life.pending), failed[0]))
 
     def _may_fail(self, account: OracleAccount, before: State, scheduled: int) -> tuple[int, ...]:
         """The request's blocks whose failure the engine sees."""

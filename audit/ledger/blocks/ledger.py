@@ -10,7 +10,6 @@ compares both with its own and then adopts them, so that one fault is reported o
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar
 
 from ... import events as ev
@@ -97,12 +96,6 @@ class BlockLedger(Holdings):
     def lost(self, request: int, life: int, start: int, end: int, cause: str) -> None:
         """Note that external tokens [start, end) of a life were lost for ``cause``."""
         reads.lost(self, request, life, start, end, cause)
-
-    def load_failed(self, request: int, life: Life, failed: Collection[int]) -> list[BlockFinding]:
-        """Blocks failed to load for a life that has ended. Return the subjects about those still cached."""
-        self.findings = []
-        reads.failed_after_the_end(self, request, life, failed)
-        return self.findings
 
     def life_ends(self, account: Account, life: Life, cause: str) -> list[BlockFinding]:
         """A life ends; its account has the last counts. Return the subjects about its blocks."""

@@ -143,11 +143,11 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
         left = _clipped(of_block, record.begin, record.room_end)
         record.filled = replace(whole, lacks=left)
         if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
-            report_promised(holdings, number, block, record)
+            _report_promised(holdings, number, block, record)
     del holdings.lives[account.request]
 
 
-def report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
+def _report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
     """Report a cached block that lacks positions that its hash stands for, and that nothing will fill."""
     for low, _, why in lacking(holdings, number, block, record.begin, record.end):
         if why in PROMISED:

@@ -8,17 +8,14 @@ wrong without an event, so a steady step costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
 from msgspec.structs import replace
 
 from ... import events as ev
 from ... import pool_calls
-from ..life import Life
 from . import weights_of_blocks
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
-from .provenance import FAILED, TAINTED, UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of, report_promised
+from .provenance import UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of
 from .records import TABLE, UNKNOWN, Block, Lack, Pool
 
 Reads = dict[tuple[int, int], list[Lack]]
@@ -92,43 +89,9 @@ def _lost_after_the_end(
             if (filled.request, filled.life) == (request, life):
                 low, high = max(start, record.begin), min(end, record.room_end)
                 if low < high:
-                    _lack(record, low, high, cause)
+                    record.filled = replace(filled, lacks=[*filled.lacks, (low, high, cause)])
                     for reader in _readers(holdings, number, block):
                         holdings.unread[reader, number, block] = 0
-
-
-def _lack(record: Block, start: int, end: int, why: str) -> None:
-    """A block that an ended life filled lacks the positions [start, end)."""
-    assert record.filled is not None and record.filled.lacks is not None
-    record.filled = replace(record.filled, lacks=[*record.filled.lacks, (start, end, why)])
-
-
-def failed_after_the_end(holdings: Holdings, request: int, life: Life, failed: Collection[int]) -> None:
-    """Blocks failed that a life loaded before it ended: they lack the tokens, and so does what it computed.
-
-    A block that a request holds is left out: the engine makes this request compute it.
-    """
-    loaded_end, wrong = life.local + max(0, life.external), False
-    for begin, number, block in sorted(_filled_by(holdings, request, life.number)):
-        record = holdings.pools[number].records[block]
-        start, end = max(life.local, begin), min(loaded_end, record.room_end)
-        if block in failed and start < end:
-            _lack(record, start, end, FAILED)
-            report_promised(holdings, number, block, record)
-            wrong = True
-        if wrong and loaded_end < record.room_end:
-            _lack(record, max(loaded_end, begin), record.room_end, TAINTED)
-
-
-def _filled_by(holdings: Holdings, request: int, life: int) -> Iterator[tuple[int, int, int]]:
-    """First position, pool and block of each block that a life which has ended filled and no table holds."""
-    for number, pool in holdings.pools.items():
-        for block, record in pool.records.items():
-            filled = record.filled
-            if filled is not None and filled.lacks is not None and record.begin >= 0:
-                held = any(holder.kind == TABLE for holder in record.holders)
-                if (filled.request, filled.life) == (request, life) and not held:
-                    yield record.begin, number, block
 
 
 def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
