@@ -275,7 +275,7 @@ class Device:
         return min(found)
 
     def _is_stale(self, work: Work) -> bool:
-        """Whether some position of the local hit is of older weights, for certain: no loaded one is before it."""
+        """Whether some position of the local hit is certainly of older weights: none before it was loaded."""
         ends = range(1, work.admission.local + 1)
         chains = (self._oldest(work, end) for end in ends)
         return any(0 <= oldest < work.admission.version for oldest in chains)
