@@ -275,10 +275,24 @@ class Device:
         return min(found)
 
     def _is_stale(self, work: Work) -> bool:
-        """Whether some position of the local hit is certainly of older weights: none before it was loaded."""
-        ends = range(1, work.admission.local + 1)
-        chains = (self._oldest(work, end) for end in ends)
-        return any(0 <= oldest < work.admission.version for oldest in chains)
+        """Whether the local hit has a position of older weights, for certain: none before it was loaded."""
+        end, version = work.admission.local, work.admission.version
+        found: list[tuple[int, int]] = []
+        for group, table in zip(self.layout, work.tables, strict=True):
+            size = group.block_size
+            if group.kind == "state" and end:
+                found += [
+                    ((end - 1) // size * size, each) for each in self.oldest.get(table[(end - 1) // size], ())
+                ]
+            for position in range(group.first_read(end), end) if group.kind not in ("state", "other") else ():
+                slots = self.oldest.get(table[position // size], [0] * size)
+                found.append((position, slots[position % size]))
+        chain = version
+        for _, oldest in sorted(found):
+            chain = min(chain, oldest)
+            if 0 <= chain < version:
+                return True
+        return False
 
     def _reads(self, work: Work, numbers: list[int], start: int) -> bool:
         """Whether each group contains what a token at position ``start`` reads."""
