@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from .. import events as ev
 from ..hooks import EngineMismatch, Wrapping
 from .step_log import StepLog
@@ -108,8 +110,6 @@ class WeightsWatch:
         """The number of the last change of the model (""), and of each adapter."""
         self._changed_in = -1
         """The step after which the weights last changed."""
-        self._label = ""
-        """The caller's last label."""
         self._asleep = 0
         """The level of the engine's last sleep."""
         self._target = ""
@@ -237,8 +237,7 @@ class WeightsWatch:
                 if self._asleep >= DISCARDED_FROM and (tags is None or "weights" in tags):
                     self.changed("wake_up", ev.DECLARED)
             elif method == "set_weight_version" and not raised:
-                self._label = str(first)
-                self.changed(method, ev.LABELLED, label=self._label)
+                self.changed(method, ev.LABELLED, label=str(first))
 
     def _rpc(self, method: Any) -> None:
         """Workers executed a method of theirs, or a function of the caller."""
@@ -289,8 +288,7 @@ class WeightsWatch:
             follows = step == self._changed_in and self.versions.get(adapter) == version
             version += not follows
             self._changed_in, self.versions[adapter] = step, version
-            label = label or self._label
-            event = ev.WeightsChanged(event.at, step, version, event.by, kind, label[:80], adapter, equal)
+            event = replace(event, version=version)
         self._log.emit(event)
 
 
