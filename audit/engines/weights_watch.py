@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,11 +187,12 @@ class WeightsWatch:
 
     @contextmanager
     def _guarded(self, hook: str) -> Iterator[None]:
-        """What an observer raises never reaches the engine."""
+        """What an observer raises never reaches the engine, nor what its report of that raises."""
         try:
             yield
         except Exception as error:
-            self._failed(hook, error, removed=False)
+            with suppress(Exception):
+                self._failed(hook, error, removed=False)
 
     def look(self, now: int) -> None:
         """Between two steps, now and then: look whether the weights changed without a call that was seen."""

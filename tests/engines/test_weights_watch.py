@@ -205,6 +205,15 @@ def test_the_class_is_restored_with_the_last_engine(monkeypatch: pytest.MonkeyPa
     assert before == dict(vars(EngineCore))
 
 
+def test_a_mark_never_raises(engine, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(engine.sink, "record", full)
+    monkeypatch.setattr(engine.watch, "_failed", full)
+    assert 1 == mark_weights()
+
+
 def test_a_hook_that_fails_is_told_and_the_call_returns(engine):
     engine.watch._rpc = None  # type: ignore[assignment]
     assert ["done"] == engine.core.collective_rpc("reload_weights")
