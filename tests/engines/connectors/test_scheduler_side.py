@@ -173,7 +173,7 @@ def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]
         [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300
     )
 
-    ids = {id for id, _ in json.loads(done.stdout.splitlines()[-1])["findings"]}
+    ids = {finding[0] for finding in json.loads(done.stdout.splitlines()[-1])["findings"]}
     assert found == {id for id in ids if not id.startswith("metrics/")}
 
 
