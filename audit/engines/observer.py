@@ -85,8 +85,9 @@ class Observer:
         """Reads the labels of requests."""
         self.log = StepLog(sink)
         """Every part emits its events here."""
-        step = functools.partial(getattr, self, "step")  # no Python frame runs
-        self.weights = WeightsWatch(scheduler, self.log, step, self._hook_failed)
+        self._step_now = functools.partial(getattr, self, "step")  # no Python frame runs
+        """Returns the number of the present step."""
+        self.weights = WeightsWatch(scheduler, self.log, self._step_now, self._hook_failed)
         """Observes the changes of the weights."""
         self.step = 0
         """Number of the last step that the scheduler began, from 1."""
@@ -116,11 +117,10 @@ class Observer:
             classes = None if self.pools is None else self.pools.isolation
             self.labels = LabelReader(classes or IsolationClasses(), group_pattern())
             if getattr(self.scheduler, "connector", None) is not None:
-                step = functools.partial(getattr, self, "step")  # no Python frame runs
                 self.connector = ConnectorWatch(
                     self.scheduler,
                     self.log,
-                    step,
+                    self._step_now,
                     self.computed_tokens,
                     self._hook_failed,
                     self.engine_raised,
@@ -181,8 +181,9 @@ class Observer:
 
     def _watch_pools(self) -> PoolWatch:
         manager = self.scheduler.kv_cache_manager
-        step = functools.partial(getattr, self, "step")  # no Python frame runs
-        return PoolWatch(self.scheduler, manager, self.log, step, self._hook_failed, stacks=self.stacks)
+        return PoolWatch(
+            self.scheduler, manager, self.log, self._step_now, self._hook_failed, stacks=self.stacks
+        )
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
         self.log.held = None

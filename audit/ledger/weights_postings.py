@@ -30,8 +30,7 @@ CHANGES = (ev.DECLARED, ev.DETECTED, ev.POSSIBLE, ev.LABELLED, EQUAL)
 
 def _weights_changed(state: LedgerState, event: ev.WeightsChanged) -> None:
     weights, counted = state.weights, state.sums.weights_changes
-    begins = event.changes and event.version > weights.version
-    if begins:
+    if event.changes and event.version > weights.version:
         _begin_version(state, event)
         weights.possible.add(event.version)
     if not event.changes:

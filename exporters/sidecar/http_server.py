@@ -34,7 +34,7 @@ DEADLINE_SECONDS = 15.0
 SOCKET_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 ROOM_SECONDS = 1.0
-"""How long a connection waits for the threads of those that were closed for it."""
+"""How long a new connection waits until the threads of closed ones have ended."""
 
 HEADER_BYTES = 32 << 10
 NAME = "kvledger"
