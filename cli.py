@@ -233,17 +233,27 @@ def why(
     by: str = opt.COLUMNS,
     where: str = opt.WHERE,
     gpu_hour: float = opt.GPU_HOUR,
+    session: str = opt.SESSION,
+    messages: Path | None = opt.MESSAGES,
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
     """Explain prefix-cache misses with the causes the trace proves.
 
-    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    With --session it prints the turns of this session, as kvledger turns does. Needs the analysis extra: pip
+    install 'kvledger[analysis]'.
     """
+    from .audit.errors import LedgerError
+    from .exporters.reports import turns as of_sessions
     from .exporters.reports import why as report
     from .exporters.reports.conclusions import explained_with
 
+    if session and (by or where or gpu_hour):
+        raise LedgerError("--session goes with none of --by, --where and --gpu-hour.")
     with read.journals(paths) as (places, window, run):
+        if session:
+            told = of_sessions.turns(places, session=session, messages=messages, window=window, run=run)
+            return Report(told, of_sessions.render_session, of_sessions.as_csv)
         found = report.why(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
         return Report(explained_with(found), report.render, report.as_csv)
 
@@ -294,11 +304,7 @@ def whatif(
     block_bytes: str = option(
         "--block-bytes SIZE", "Size of one block on all workers. Default: what the engine reported."
     ),
-    block_size: int = option(
-        "--block-size TOKENS",
-        "Tokens of a block of a request trace that does not say it. Default: 512.",
-        min=0,
-    ),
+    block_size: int = opt.BLOCK_SIZE,
     skip: float = option(
         "--skip SHARE",
         "Leave out the hits of this share of the requests at the beginning, where the cache is cold.",
@@ -353,6 +359,60 @@ def whatif(
     return Report(result, report.render, report.as_csv)
 
 
+@command(
+    opt.AUDIT,
+    "simulate /var/lib/kvledger/NAME --set num_gpu_blocks=20000 --set max_num_batched_tokens=4096",
+    "simulate /var/lib/kvledger/NAME --release 0.24.0 --release 0.32.0",
+    'simulate /var/lib/kvledger/NAME --find num_gpu_blocks --for "hit_share >= 0.45"',
+    exit_codes=(
+        "Exit codes: 0 simulated; 1 no value meets the goal of --find; 2 bad usage or "
+        "input; 3 the simulation does "
+        "not trust itself, a configuration could not be simulated, or it was interrupted."
+    ),
+)
+def simulate(
+    paths: list[Path] = opt.journals("PATH", "A journal of level blocks."),
+    release: list[str] | None = option("--release RELEASE", "A release of vLLM; several may be given."),
+    set_: list[str] | None = option(
+        "--set NAME=VALUE",
+        "A setting, by vLLM's name; several may be given. A name that is given twice has a "
+        "row for each value.",
+    ),
+    python: list[str] | None = option(
+        "--python RELEASE=INTERPRETER", "The Python of an environment that has a release of vLLM."
+    ),
+    rate: float = option("--rate FACTOR", "How much faster the requests come.", 1.0, min=0.001),
+    closed_loop: bool = option(
+        "--closed-loop", "A request that continues an answer comes as long after its end as recorded."
+    ),
+    find: str = option("--find NAME", "The setting whose smallest value that meets --for is wanted."),
+    wanted: str = option('--for "FIGURE >= VALUE"', "The goal of --find, such as hit_share >= 0.45."),
+    format: str = opt.TABLE,
+    read: Reading = NOT_DASK,
+) -> Report:
+    """Run recorded traffic on the scheduler of any vLLM release and configuration.
+
+    The requests of a journal of level blocks come at their recorded times to the real scheduler, in simulated
+    time. First the recorded configuration must give the recording. No GPU and no model is needed.
+    """
+    from .exporters.reports import simulate as report
+
+    with read.journals(paths, local=True) as (places, window, _):
+        result = report.run(
+            places,
+            releases=release or [],
+            settings=set_ or [],
+            pythons=python or [],
+            rate=rate,
+            closed=closed_loop,
+            find=find,
+            wanted=wanted,
+            jobs=read.jobs,
+            window=window,
+        )
+    return Report(result, report.render, report.as_csv, code=result.code)
+
+
 @command(opt.AUDIT, "prefixes /var/lib/kvledger", "prefixes /var/lib/kvledger --top 50 --format csv")
 def prefixes(
     paths: list[Path] = opt.BLOCK_PATHS,
@@ -368,6 +428,37 @@ def prefixes(
 
     with read.journals(paths) as (places, _, run):
         return Report(report.prefixes(places, most=top, run=run), report.render, report.as_csv)
+
+
+@command(opt.AUDIT, "turns /var/lib/kvledger", "turns /var/lib/kvledger --session chat-42")
+def turns(
+    paths: list[Path] = opt.BLOCK_PATHS,
+    session: str = opt.SESSION,
+    worst: int = option("--worst N", "How many sessions to list.", 20, min=1),
+    messages: Path | None = opt.MESSAGES,
+    block_size: int = opt.BLOCK_SIZE,
+    format: str = opt.TABLE,
+    read: Reading = NOT_DASK,
+) -> Report:
+    """Explain what turns of sessions missed of the turn before.
+
+    A session is vLLM's session id, what KVLEDGER_SESSION finds in the request id, or inferred from block
+    hashes. PATH may be a request trace in the Mooncake format, too. As csv: one line per turn.
+    """
+    from .exporters.reports import turns as report
+
+    with read.journals(paths) as (places, window, run):
+        result = report.turns(
+            places,
+            session=session,
+            most=worst,
+            block_tokens=block_size,
+            messages=messages,
+            window=window,
+            run=run,
+        )
+    render = report.render_session if session else report.render
+    return Report(result, render, report.as_csv, data=(lambda one: one) if session else report.data)
 
 
 @command(opt.AUDIT, "blocks /var/lib/kvledger")

@@ -137,6 +137,15 @@ PATHS = journals("PATH", "Journals, folders of journals, or single segments.")
 PATH = journals("PATH", "A journal, or a folder of journals.")
 TRACE_PATHS = journals("PATH", "Journals, folders of journals, patterns, or folders that export wrote.")
 BLOCK_PATHS = journals("PATH", "Journals of level blocks, or folders of them.")
+BLOCK_SIZE = option(
+    "--block-size TOKENS",
+    "Tokens of a block of a request trace that does not say it. Default: 512.",
+    min=0,
+)
+SESSION = option("--session ID", "Print each turn of this session.", "")
+MESSAGES = option(
+    "--messages FILE", "What kvledger.exporters.message_log wrote: names the messages that changed."
+)
 JOURNAL_FOLDER = argument("DIR", "A folder of journals.")
 FOLDER = argument("DIR", "The folder to write.")
 TEXT = choice("--format text|json|csv", "The output format.")

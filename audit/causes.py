@@ -74,6 +74,23 @@ EXTERNAL_LOSSES = {
 }
 """Why external tokens that a connector promised were not loaded."""
 
+TIER_DEVICE = "device"
+TIER_HOST = "host"
+TIER_P2P = "p2p"
+TIER_DISK = "disk"
+TIER_UNSPECIFIED = "external_unspecified"
+TIER_UNKNOWN = "tier_not_known"
+
+TIERS = {
+    TIER_DEVICE: "memory of the accelerator",
+    TIER_HOST: "host memory",
+    TIER_P2P: "another engine",
+    TIER_DISK: "disk",
+    TIER_UNSPECIFIED: "the connector does not know the tier",
+    TIER_UNKNOWN: "a part of a promise of several tiers, or tiers that do not sum to the promise",
+}
+"""The tier that external tokens come from: vLLM's names, as the connector reported it at the admission."""
+
 EXTERNAL_LOSS_AT_END = {
     FINISHED: FINISHED,
     LOAD_FAILED: FAILED,
@@ -224,6 +241,39 @@ SAMPLED_MISSES = {
 }
 """What became before of the contents that a prompt missed, in the order in which events have them."""
 
+DIVERGED = "diverged"
+ANSWER = "answer"
+ADAPTER = "adapter"
+SALT = "salt"
+DROPPED = "dropped"
+TIER = "tier"
+NOT_HIT = "not_hit"
+GROUPS = "groups"
+OTHER_ENGINE = "other_engine"
+NEW_WEIGHTS = "new_weights"
+
+PARTED = (DIVERGED, ANSWER, ADAPTER, SALT)
+"""Causes of lost tokens of a turn that differ from those of the turn before, from one block on."""
+
+TURN_LOSSES = {
+    DIVERGED: "the prompt differs from that of the turn before",
+    ANSWER: "differs in or after the answer of the turn before",
+    ADAPTER: "another LoRA adapter than the turn before",
+    SALT: "another cache salt than the turn before",
+    EVICTED: "evicted since the turn before",
+    TIER: "evicted, and the connector did not have them either",
+    CACHE_RESET: "the cache was reset",
+    NEW_WEIGHTS: "the cache was reset for new weights",
+    DROPPED: "taken out of the cache by the engine",
+    BEING_COMPUTED: "being computed for another request",
+    GROUPS: "not cached in another KV cache group, which needs it at the same boundary",
+    NOT_HIT: "cached, but not hit",
+    OTHER_ENGINE: "the turn before ran on another engine",
+    BELOW_BLOCK: "below block size: the cache holds whole blocks only",
+    UNKNOWN: "not known: the request ended before, or events are missing",
+}
+"""Why a turn of a session did not hit what the turn before left."""
+
 # --- why figures differ -------------------------------------------------------------------------
 
 UNEXPLAINED = "unexplained"
@@ -251,6 +301,7 @@ DIFFERENCES = {
     "resumed": "resumed after a preemption, not counted",
     "failed_attempts": "lookups that led to no admission",
     "lookup_counted": "lookups that the engine counted differently",
+    "tiers_do_not_sum": "the connector's tiers did not sum to its promise",
     "dropped": "dropped by the front end after the client left",
     "untold": "requests without output since",
     "window": "within the range of the figures around the scrape",

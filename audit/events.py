@@ -70,13 +70,15 @@ class RequestLabels(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``lora`` is the adapter's name. ``salt_class`` is the class of the cache salt: a keyed hash, as an
     isolation class is. ``group`` is what ``KVLEDGER_GROUP``, the operator's regular expression, found in the
-    request id: at most 64 values of one engine, and ``other``.
+    request id: at most 64 values of one engine, and ``other``. ``session`` is vLLM's ``session_id``, else
+    what ``KVLEDGER_SESSION`` found in the request id.
     """
 
     lora: str = ""
     salt_class: int = 0
     group: str = ""
     priority: int = 0
+    session: str = ""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -161,9 +163,10 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     ``traceparent`` is the caller's trace context (W3C), if the engine received one.
     ``transferred``: a prefill engine hands over the KV, so external tokens are no cache hits.
     ``remote_decode``: this engine only prefills, and another one decodes. ``remote_request``: the id of the
-    request in the prefill engine, if the connector received one.
-    ``isolation``: what keeps the request's KV apart from other requests, see :data:`Isolation`.
-    ``labels`` None: the request has none, or they were not recorded.
+    request in the prefill engine, if the connector received one. ``reads_cache``: the request may hit the
+    prefix cache; one that asks for the log-probabilities of its prompt may not. ``isolation``: what keeps
+    the request's KV apart from other requests, see :data:`Isolation`. ``labels`` None: the request has none,
+    or they were not recorded.
     """
 
     request: int
@@ -179,6 +182,7 @@ class RequestAdded(Event, frozen=True, array_like=True, tag=4):
     labels: RequestLabels | None = None
     remote_decode: bool = False
     remote_request: str = ""
+    reads_cache: bool = True
 
 
 class LookedUp(Event, frozen=True, array_like=True, tag=5):
@@ -307,6 +311,12 @@ class LoadFailed(Event, frozen=True, array_like=True, tag=12):
     computed_tokens: int
     asynchronous: bool
     failed_blocks: list[int] | None = None
+
+
+class BlocksFailed(Event, frozen=True, array_like=True, tag=38):
+    """Blocks were reported as not loaded with the next output, whatever the engine does about it."""
+
+    blocks: list[int]
 
 
 class RolledBack(Event, frozen=True, array_like=True, tag=13):
@@ -463,13 +473,21 @@ DECLARED, POSSIBLE, DETECTED, LABELLED = "declared", "possible", "detected", "la
 them; a digest of the weights differs from the last one; only the caller's label changed."""
 
 
+ADDS_ADAPTER = "add_lora"
+"""The method by which all workers load a LoRA adapter."""
+
+LOOK = "digest"
+"""A look at samples of the weights between two steps. What it finds took place since the look before it."""
+
+
 class WeightsChanged(Event, frozen=True, array_like=True, tag=47):
     """The weights of the model changed, or those of a LoRA adapter, or a call may have changed them.
 
     ``version`` is the number of the last change, from 1. Changes with no step between them have one number.
-    ``by``: the engine's method, ``mark_weights`` or ``digest``. ``kind``: one of :data:`DECLARED` to
+    ``by``: the engine's method, ``mark_weights`` or :data:`LOOK`. ``kind``: one of :data:`DECLARED` to
     :data:`LABELLED`. ``equal``: by a digest, all weights are those of before the call; None: not known.
     ``label`` is the caller's name of the new weights, ``adapter`` the adapter's name (empty: the model).
+    ``call``: how many times all workers were asked for the method, this time included; 0: they were not.
     """
 
     step: int
@@ -479,6 +497,12 @@ class WeightsChanged(Event, frozen=True, array_like=True, tag=47):
     label: str = ""
     adapter: str = ""
     equal: bool | None = None
+    call: int = 0
+
+    @property
+    def is_look(self) -> bool:
+        """Whether no call is known to have changed the weights, and samples of them were compared."""
+        return self.by == LOOK
 
     @property
     def changes(self) -> bool:
@@ -870,7 +894,41 @@ class BlocksSaved(Event, frozen=True, array_like=True, tag=71):
     blocks: list[int]
 
 
+class TiersReported(Event, frozen=True, array_like=True, tag=72):
+    """The connector said which tiers the external tokens of the present life come from. Follows ``Admitted``.
+
+    The engine asked about ``external_tokens``. ``tiers`` are the names of the tiers as the connector gave
+    them, and ``tokens`` has the tokens of each. vLLM asks since 0.32, if it keeps statistics, and
+    not after a preemption.
+    """
+
+    request: int
+    step: int
+    external_tokens: int
+    tiers: list[str]
+    tokens: list[int]
+
+
 # --- block contents, at level ``content`` ------------------------------------------------------------------
+
+
+MODEL_LOADS = "model.load_weights"
+"""A call of the model's own method that loads weights, by code that runs in the worker."""
+
+
+class WorkerWeights(Event, frozen=True, array_like=True, tag=68):
+    """A method of one worker that changes weights has returned, or ``raised``.
+
+    ``worker`` is its rank; ``call`` counts its calls of ``by`` from 1. ``by``: the worker's method, or
+    :data:`MODEL_LOADS`. ``equal``: the tensors that all workers of its group hold whole are those of before,
+    by a digest; None: none was taken. A call inside of another one is not recorded.
+    """
+
+    worker: int
+    by: str
+    call: int
+    raised: bool
+    equal: bool | None = None
 
 
 class ContentWatched(Event, frozen=True, array_like=True, tag=80):
@@ -1036,6 +1094,7 @@ EmittedEvent = (
     | LoadPlanned
     | LoadFinished
     | LoadFailed
+    | BlocksFailed
     | RolledBack
     | Stepped
     | Delivered
@@ -1048,6 +1107,7 @@ EmittedEvent = (
     | Extended
     | Finished
     | WeightsChanged
+    | WorkerWeights
     | Census
     | Snapshot
     | LookupKept
@@ -1069,6 +1129,7 @@ EmittedEvent = (
     | WorkerStepped
     | StoreKeys
     | BlocksSaved
+    | TiersReported
     | ContentWatched
     | HitsVerified
     | ContentCounted

@@ -115,9 +115,8 @@ MEANINGS: tuple[Meaning, ...] = (
         (0, 16),
         (0, 20),
         "taken off",
-        "Tokens that failed to load are subtracted from the external figure; after a synchronous load "
-        "they then count as local hits.",
-        unchecked=("connector/failed-load-counted",),
+        "Tokens that failed to load are subtracted from the external figure, unless their request was "
+        "preempted before; after a synchronous load they then count as local hits.",
     ),
     Meaning(
         "failed loads",

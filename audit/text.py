@@ -62,6 +62,11 @@ def tenant_of(labels: ev.RequestLabels | None) -> str:
     return next((named[label] for label in TENANT if named[label]), "")
 
 
+def session_of(labels: ev.RequestLabels | None) -> str:
+    """The session of a request; "": it has none, or it was not recorded."""
+    return "" if labels is None else labels.session
+
+
 def cut_id(request_id: str) -> str:
     """A request id of at most ``ID_CHARACTERS``; of a longer one the beginning and a digest of all of it."""
     if len(request_id) <= ID_CHARACTERS:
@@ -119,9 +124,10 @@ def _counts(values: dict[str, int]) -> dict[str, int]:
 
 
 def _labels(labels: ev.RequestLabels | None) -> ev.RequestLabels | None:
-    if labels is None or (labels.lora + labels.group).isprintable():
+    if labels is None or (labels.lora + labels.group + labels.session).isprintable():
         return labels
-    return replace(labels, lora=printable(labels.lora), group=printable(labels.group))
+    shown = {name: printable(getattr(labels, name)) for name in ("lora", "group")}
+    return replace(labels, **shown, session=shown_id(labels.session))
 
 
 def _rows(rows: list[ev.SnapshotRow]) -> list[ev.SnapshotRow]:

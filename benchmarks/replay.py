@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.scheduler import Effort, ObservedLane, Workload
@@ -19,6 +19,9 @@ from kvledger.audit import events as ev
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.observer import Observer
+from kvledger.audit.replay.observers import LiveCosts, LiveSteps, LiveTurns, Metrics, Reconciled
 
 OPEN = 8
 """Open requests at any time in the journals for the memory measurement."""
@@ -42,6 +45,39 @@ def request_steps_per_second(workload: Workload, steps: int, rounds: int, folder
         audit(journal)
         rates.append(request_steps / (time.process_time() - began))
     return estimate(rates)
+
+
+FOLLOWED = (Metrics, LiveSteps, LiveCosts, Reconciled)
+"""What the sidecar observes beside turns."""
+
+
+def cost_of_turns(workload: Workload, steps: int, rounds: int, folder: Path) -> Estimate:
+    """CPU time of the audit of a followed engine that counts turns, by that of one that does not."""
+    lane = ObservedLane(workload, Effort(1, steps), folder)
+    for _ in range(steps):
+        lane.step()
+    lane.close()
+    journal = lane.recorder.folder
+    follow(journal, (*FOLLOWED, LiveTurns))
+    ratios = []
+    for number in range(rounds):
+        seconds = {}
+        for turns in (True, False) if number % 2 else (False, True):
+            gc.collect()
+            began = time.process_time()
+            follow(journal, (*FOLLOWED, LiveTurns) if turns else FOLLOWED)
+            seconds[turns] = time.process_time() - began
+        ratios.append(seconds[True] / seconds[False])
+    return estimate(ratios)
+
+
+def follow(journal: Path, observers: Sequence[type[Observer]]) -> None:
+    """Audit ``journal`` as the sidecar does."""
+    audit = EngineAudit(journal, observers)
+    with Reader(journal) as reader:
+        for batch in reader.poll():
+            for number, event in enumerate(batch.events, batch.first_event):
+                audit.feed(number, event)
 
 
 def audit(journal: Path) -> Auditor:

@@ -25,7 +25,7 @@ from kvledger.audit.demo.process import output_to
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
 REPLAY = ("churn-short", "speculative")
-PARTS = (*SCHEDULER, "engine", "content", "replay", "sidecar")
+PARTS = (*SCHEDULER, "engine", "content", "replay", "sidecar", "turns")
 
 Progress = Callable[[str], None]
 
@@ -167,6 +167,17 @@ def sidecar_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[R
     yield Row(what, f"{many / few:.3f}", "", "at most 1.1", many / few <= 1.1, "sidecar")
 
 
+def turns_rows(amount: Amount, folder: Path, progress: Progress) -> Iterator[Row]:
+    """The row of turns: what counting them adds to the audit of an engine that is followed."""
+    from benchmarks import replay
+    from benchmarks.scheduler import BY_KEY
+
+    workload = BY_KEY["blocks-churn"].shrunk(amount.share)
+    progress(f"turns: {workload.name}")
+    ratio = replay.cost_of_turns(workload, amount.steps, amount.replays, folder)
+    yield _ratio(f"{workload.name}: CPU of the sidecar's audit, with turns / without", ratio, "turns")
+
+
 def _ratio(what: str, ratio: Estimate, part: str, at_most: float = 0.0, at_least: float = 0.0) -> Row:
     target, met = "", None
     if at_most:
@@ -261,6 +272,8 @@ of three draft tokens. 256 requests run unless the row says otherwise.
   on the device, and the numbers that the worker keeps of it.
 - *Replay*: reads, decodes and checks a journal in which no step repeats the step before.
 - *Sidecar*: `kvledger serve` beside engines that write their journals in real time.
+- *With turns / without*: the audit that the sidecar makes of a journal, with all that metrics need, and the
+  same without the observer that counts turns of sessions. They are timed one after the other.
 """
 
 
@@ -275,7 +288,13 @@ def measure(parts: list[str], amount: Amount, progress: Progress) -> Iterator[Ro
                 yield from ROWS[part](amount, folder, progress)
 
 
-ROWS = {"engine": engine_rows, "content": content_rows, "replay": replay_rows, "sidecar": sidecar_rows}
+ROWS = {
+    "engine": engine_rows,
+    "content": content_rows,
+    "replay": replay_rows,
+    "sidecar": sidecar_rows,
+    "turns": turns_rows,
+}
 
 
 def _progress_on(terminal: TextIO) -> Progress:

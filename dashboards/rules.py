@@ -88,6 +88,11 @@ RECORDINGS: tuple[Recording, ...] = (
         "(sum by (job, model_name) (avg_over_time(model:kvledger_prompt_tokens:rate5m[1h])) > 0)",
     ),
     Recording(
+        "engine:kvledger_turn_prompt_tokens_hit:ratio_rate1h",
+        f"sum by ({ENGINE}) (rate(kvledger_turn_hit_tokens_total[1h])) / "
+        f"(sum by ({ENGINE}) (rate(kvledger_turn_prompt_tokens_total[1h])) > 0)",
+    ),
+    Recording(
         "engine:kvledger_first_token_seconds:mean_rate5m",
         f"{_rate('kvledger_first_token_seconds_total', 'cause')} / on ({ENGINE}) group_left () "
         f"({_rate('kvledger_first_token_requests_total', '')} > 0)",
@@ -321,6 +326,19 @@ ALERTS: tuple[Alert, ...] = (
         "run next; `kvledger why --by group` has the causes of the misses, and whose. A smaller pool "
         "evicts more, a new release or connector may hit by another rule, and a prompt that begins with "
         "a time or an id is never hit.",
+    ),
+    Alert(
+        "KvledgerTurnHitShareFell",
+        "engine:kvledger_turn_prompt_tokens_hit:ratio_rate1h "
+        "< 0.7 * (engine:kvledger_turn_prompt_tokens_hit:ratio_rate1h offset 1d > 0.05)",
+        "15m",
+        "warning",
+        "Turns of sessions on {{ $labels.engine }} hit {{ $value | humanizePercentage }} of their prompt "
+        "tokens in the last hour, less than 70 % of the same hour yesterday",
+        "`kvledger incident JOURNALS --since 1h --against yesterday` names what changed; `kvledger turns "
+        "JOURNALS --since 1h` has the causes, the sessions that lost most, and what would help. `diverged`: "
+        "prompts changed near their beginning. `evicted`: turns came back after their blocks were taken. "
+        "`answer`: clients send answers back changed.",
     ),
     Alert(
         "KvledgerPreemptedRequests",

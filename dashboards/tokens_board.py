@@ -780,6 +780,58 @@ GROUPS = PanelRow(
 )
 
 
+TURN_PROMPT = "kvledger_turn_prompt_tokens_total{@engine}"
+
+TURNS = PanelRow(
+    "Turns of sessions",
+    (
+        Panel(
+            "Hit rate of turns",
+            "Share of the prompt tokens that turns hit which follow another turn of their session. Growing "
+            "chats hit nearly all of them: a fall means that prefixes changed, or that they were evicted. "
+            "Level blocks alone has turns.",
+            "timeseries",
+            (_share("kvledger_turn_hit_tokens_total{@engine}", TURN_PROMPT, "engine", "{{engine}}"),),
+            unit="percentunit",
+            width=8,
+            most=1,
+        ),
+        Panel(
+            "Lost tokens of turns by cause",
+            "Tokens per second that the turn before had left and the turn did not hit. `kvledger turns` "
+            "names the sessions, and where their prompts part.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (cause) (rate(kvledger_turn_lost_tokens_total{@engine}[$__rate_interval]))",
+                    "{{cause}}",
+                ),
+            ),
+            unit=TOKENS_PER_SECOND,
+            width=8,
+            stack="normal",
+        ),
+        Panel(
+            "Reused of what turns could have reused",
+            "Of the tokens that the turn before left in the cache, the share that was not lost.",
+            "timeseries",
+            (
+                Query(
+                    "1 - sum by (engine) (rate(kvledger_turn_lost_tokens_total{@engine}"
+                    "[$__rate_interval])) / (sum by (engine) (rate("
+                    "kvledger_turn_reusable_tokens_total{@engine}[$__rate_interval])) > 0)",
+                    "{{engine}}",
+                ),
+            ),
+            unit="percentunit",
+            width=8,
+            most=1,
+        ),
+    ),
+    collapsed=True,
+)
+
+
 def _by_cause(title: str, description: str, side: str) -> Panel:
     """Tokens per second by cause, of one side of the difference."""
     series = f"kvledger_routing_{side}_tokens_total{{@engine}}"
@@ -830,4 +882,4 @@ ROUTING = PanelRow(
     collapsed=True,
 )
 
-ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, GROUPS, ROUTING, DRAFTS, TRANSFERS)
+ROWS = (RANGE, PROMPTS, WORKED, REQUESTS, EXTERNAL, BLOCKS, GROUPS, TURNS, ROUTING, DRAFTS, TRANSFERS)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ..audit import events as ev
+from ..audit.bounded_tables import keep_newest
 from ..audit.errors import LedgerError
 from ..audit.hash_key import VARIABLE, HashKey, from_environment
 from ..audit.journal.catalogue import KV_EVENTS
@@ -94,8 +95,7 @@ class Contents:
             if content:
                 self._of.pop(hash_id, None)
                 self._of[hash_id] = content
-        while len(self._of) > MOST_CONTENTS:
-            del self._of[next(iter(self._of))]
+        keep_newest(self._of, MOST_CONTENTS)
         return found
 
 

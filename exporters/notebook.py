@@ -39,6 +39,7 @@ from .reports import (
     prefixes,
     statement,
     summary,
+    turns,
     usage,
     whatif,
     why,
@@ -167,6 +168,12 @@ class Audit:
         """The shared prefixes for which the cache saved and lost most, as ``kvledger prefixes``."""
         with self._whole("prefixes") as (places, run):
             return Answer(prefixes.prefixes(places, most=top, run=run), prefixes.render)
+
+    def turns(self, session: str = "", *, worst: int = 20) -> Answer:
+        """What turns of sessions missed of the turn before, as ``kvledger turns``."""
+        with reading(self._paths) as (places, run):
+            data = turns.turns(places, session=session, most=worst, window=self._window, run=run)
+        return Answer(data, turns.render_session if session else turns.render)
 
     def blocks(self) -> Answer:
         """How blocks were used, as ``kvledger blocks``."""

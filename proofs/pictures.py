@@ -2,10 +2,13 @@
 
 Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
 external loads, preemptions and aborts. Then ``kvledger report`` and ``kvledger dashboards preview`` draw.
+``ARGS=--turns`` draws what boards and report have of turns, with the chats of the proof ``turns``.
 """
 
 from __future__ import annotations
 
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,9 @@ from tests.serving.processes import Engine, Prometheus, Sidecar
 from tests.serving.test_deployment import Deployment, prompts_of
 
 from kvledger.dashboards import preview, rules
+from kvledger.dashboards.preview_data import Span
+
+from .turns import PAUSED, QUIET, RESET, STAMPED, STRIPPED, TOOL, Chats, session
 
 TRAFFIC_SECONDS = 60.0
 
@@ -96,5 +102,38 @@ def kvledger(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "kvledger", *words], check=False)
 
 
+def of_turns(folder: Path, width: int = 1440) -> None:
+    """Draw the row of the board, and the part of the report, about turns of sessions."""
+    with tempfile.TemporaryDirectory() as made:
+        place = Path(made) / "journals"
+        place.mkdir()
+        server = Chats(Path(made) / "chats", place, "chats", 400)
+        sidecar = Sidecar(Path(made), place)
+        prometheus = Prometheus(Path(made), {"kvledger": sidecar}, rules.write(Path(made)))
+        started = [prometheus, sidecar, server]
+        try:
+            for process in started:
+                process.start()
+            began = time.monotonic()
+            for number, kind in enumerate((QUIET, STAMPED, QUIET, TOOL, STRIPPED, RESET, PAUSED) * 2):
+                session(f"s{number}", kind, 12, random.Random(number)).run(server, server)
+            time.sleep(5)
+            span = Span(time.time(), time.monotonic() - began, 1.0)
+            (board,) = preview.gather(["tokens"], prometheus.address, span)
+            rows = [row for row in board.rows if row.title == "Turns of sessions"]
+            preview.save([board._replace(rows=rows)], span, folder / "board-turns.png", width)
+            page = place / "report.html"
+            kvledger("report", str(place), "-o", str(page))
+            text = page.read_text()
+            found = re.search(r"<section><h2>Turns of sessions.*?</section>", text, re.DOTALL)
+            assert found is not None
+            page.write_text(text[: text.index("<body")] + f"<body><main>{found[0]}</main></body></html>")
+            preview.photograph(page, folder / "report-turns.png", 1000, 700)
+        finally:
+            for process in started:
+                process.kill()
+
+
 if __name__ == "__main__":
-    main(Path(__file__).parents[1] / "docs" / "pictures")
+    pictures = Path(__file__).parents[1] / "docs" / "pictures"
+    of_turns(pictures) if "--turns" in sys.argv else main(pictures)

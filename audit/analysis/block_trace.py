@@ -34,12 +34,15 @@ Operation = tuple[int, int, int, int]
 Change = tuple[int, int, int, Sequence[int], int]
 """What the recorded engine did: kind, life (-1: of no life), a number, hash ids, and when.
 
-The number is the length of the table of a GROW, and the index of the first block of a CACHED or HIT. The time
-is in microseconds since the engine started.
+The number is the length of the table of a GROW, the index of the first block of a CACHED or HIT, and of a
+RESET after the weights changed :data:`AFTER_WEIGHTS`. The time is in microseconds since the engine started.
 
 - HIT: an admission hit this content, and its table is longer by it.
 - EVICT: content was evicted because a block was allocated, to this life if it is known.
 """
+
+AFTER_WEIGHTS = 1
+"""The number of a RESET after the weights changed."""
 
 UNNAMED = -(1 << 63)
 """Content whose hash id is not known has one of the numbers behind this. Hash ids are keyed hashes of 64
@@ -70,7 +73,7 @@ class TraceLife(msgspec.Struct):
     preempted: bool = False
     """Whether the life ended by a preemption because no blocks were free."""
     computed_tokens: int = 0
-    """Tokens that had KV when the life was preempted."""
+    """Tokens that had KV when the life was preempted, or its request ended."""
     counted: bool = True
     """Whether hits of this life are counted: it began in the time window."""
 
@@ -130,6 +133,7 @@ class RecordedRequest(msgspec.Struct):
     lora: str = ""
     salt: str = ""
     group: str = ""
+    session: str = ""
     added_at: int = -1
     closed_at: int = -1
     lives: dict[int, TraceLife] = {}
@@ -143,6 +147,8 @@ class RecordedRequest(msgspec.Struct):
     """Lives whose admission has not been read yet."""
     admissions: list[Admitted] = []
     """Admissions whose life has not begun yet."""
+    removed: bool = False
+    """Whether the engine has forgotten its tables. Its end comes then, too, if no event is lost."""
 
     def request(self, began_seconds: float) -> TraceRequest:
         """The request in a trace, without its hash ids."""
@@ -154,7 +160,7 @@ class RecordedRequest(msgspec.Struct):
             self.lora,
             self.salt,
             self.group,
-            None if self.added_at < 0 else began_seconds + self.added_at / 1e6,
+            None if self.added_at < 0 or not began_seconds else began_seconds + self.added_at / 1e6,
         )
 
 
@@ -242,7 +248,7 @@ def operations(change: Change) -> Iterator[Operation]:
         for hash_id in ids:
             yield kind, hash_id, 0, 0
     elif kind != EVICT:
-        yield kind, max(0, life), number, 0  # a RESET is of no life
+        yield kind, max(0, life), 0 if kind == RESET else number, 0  # a RESET is of no life
 
 
 def put(hashes: list[int], first: int, ids: Sequence[int]) -> None:

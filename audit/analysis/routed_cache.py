@@ -14,6 +14,7 @@ import msgspec
 
 from .. import events as ev
 from .. import pool_calls
+from ..bounded_tables import keep_newest
 from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
 
 MOST_RECENT = 1 << 16
@@ -162,9 +163,7 @@ class RoutedCache(CacheChanges):
         self.requests[event.request] = OpenRequest(
             event.request_id, event.request, event.prompt_tokens, event.at
         )
-        while len(self.requests) > MOST_REQUESTS:
-            del self.requests[next(iter(self.requests))]
-            self.left_out += 1
+        self.left_out += len(keep_newest(self.requests, MOST_REQUESTS))
 
     def _admitted(self, event: ev.Admitted) -> None:
         request = self.requests.get(event.request)
@@ -187,7 +186,7 @@ class RoutedCache(CacheChanges):
 
     def _cached(self, event: ev.BlocksCached) -> None:
         super()._cached(event)
-        for number, _, hash_id, end in self._contents(event).cached(event) if self.block_tokens else ():
+        for number, _, _, hash_id, end in self._contents(event).cached(event) if self.block_tokens else ():
             place, rest = divmod(end, self.block_tokens)
             request = self.requests.get(number)
             if request is not None and not rest:

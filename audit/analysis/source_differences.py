@@ -145,6 +145,11 @@ FIGURES = (
     "local_hit_tokens",
     "external_queried_tokens",
     "external_hit_tokens",
+    "device_hit_tokens",
+    "host_hit_tokens",
+    "p2p_hit_tokens",
+    "disk_hit_tokens",
+    "unspecified_hit_tokens",
     "preemptions",
     "requests",
 )

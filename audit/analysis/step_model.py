@@ -101,18 +101,34 @@ NO_STEPS = StepModel(refused="no step was timed")
 
 def fit(sample: StepSample) -> StepModel:
     """Fit a model to observations of :class:`~.step_times.StepTimes`."""
+    return fitted_with(sample)[0]
+
+
+def fitted_with(sample: StepSample, names: tuple[str, ...] = FEATURES) -> tuple[StepModel, tuple[float, ...]]:
+    """The model over features ``names``, and the microseconds of each that predict best, known or not.
+
+    Each row of the sample has a key, the features in this order, and microseconds. ``names`` begins with
+    :data:`FEATURES`.
+    """
     rows: list[Row] = [(float(row[-1]), tuple(map(float, row[1:-1]))) for row in sample.rows]
     if len(rows) < LEAST_OBSERVATIONS:
-        return StepModel(
+        refused = StepModel(
             refused=f"only {len(rows)} steps were timed, and a model takes {LEAST_OBSERVATIONS}",
             observations=len(rows),
         )
+        return refused, ()
     fitted = [row for place, row in enumerate(rows) if place % HELD_OUT]
     betas, errors = _robust(fitted)
-    return _judged(rows[::HELD_OUT], fitted, betas, errors)
+    return _judged(rows[::HELD_OUT], fitted, betas, errors, names), betas
 
 
-def _judged(held_out: list[Row], fitted: list[Row], betas: Sequence[float], errors: _Errors) -> StepModel:
+def _judged(
+    held_out: list[Row],
+    fitted: list[Row],
+    betas: Sequence[float],
+    errors: _Errors,
+    names: tuple[str, ...],
+) -> StepModel:
     """The model with its error on ``held_out``, refused if the error is too large."""
     most = max(LEAST_OUTLIER, OUTLIER * errors.usual)
     inliers = [row for row in held_out if abs(_relative(row, betas)) <= most]
@@ -136,7 +152,7 @@ def _judged(held_out: list[Row], fitted: list[Row], betas: Sequence[float], erro
         absolute_error_seconds=absolute,
         outliers=outliers,
         coefficients={
-            name: _coefficient(betas[place], errors.standard[place]) for place, name in enumerate(FEATURES)
+            name: _coefficient(betas[place], errors.standard[place]) for place, name in enumerate(names)
         },
         decode_seconds=None if refused else _decode_seconds(fitted, betas, errors.standard),
     )
@@ -198,7 +214,7 @@ def _robust(rows: list[Row]) -> tuple[tuple[float, ...], _Errors]:
     variance = sum(
         weight * (row[0] - _predicted(row, betas)) ** 2 for weight, row in zip(weights, rows, strict=True)
     ) / max(1, len(rows) - len(active))
-    standard: list[float | None] = [None] * len(FEATURES)
+    standard: list[float | None] = [None] * len(betas)
     inverse = _inverse([[normal[i][j] for j in active] for i in active])
     for place, feature in enumerate(active):
         if inverse is not None:
@@ -211,9 +227,9 @@ def _least_squares(
 ) -> tuple[tuple[float, ...], list[list[float]], tuple[int, ...]]:
     """The best coefficients of which none is negative, the normal matrix, and which are above zero.
 
-    There are five features, so every subset of them is solved.
+    There are few features, so every subset of them is solved.
     """
-    count = len(FEATURES)
+    count = len(rows[0][1])
     normal = [[0.0] * count for _ in range(count)]
     right = [0.0] * count
     for (y, features), weight in zip(rows, weights, strict=True):

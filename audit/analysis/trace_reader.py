@@ -15,9 +15,10 @@ from .. import causes, pool_calls
 from .. import events as ev
 from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.split_calls import post
-from ..text import salt_name
+from ..text import salt_name, session_of
 from .block_trace import (
     ADMIT,
+    AFTER_WEIGHTS,
     CACHED,
     DROP,
     EVICT,
@@ -63,6 +64,8 @@ class TraceReader(msgspec.Struct):
     """How many cached blocks were hit whose hash id is not known."""
     lost: int = 0
     """How many times events were lost."""
+    weights_changed: bool = False
+    """Whether the weights of the model changed since the cache was reset last."""
     requests: dict[int, RecordedRequest] = {}
     """The open requests, by their number in the journal."""
     contents: PoolContents = msgspec.field(default_factory=PoolContents)
@@ -72,10 +75,15 @@ class TraceReader(msgspec.Struct):
     ended: list[RecordedRequest] = []
     """The requests that ended since."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it reads no more events."""
+        return bool(self.problem)
+
     def feed(self, event: ev.Event) -> None:
         """Read one event, in the journal's order."""
         if not self.problem:
-            post(self, event, _HANDLERS)
+            post(self, event, HANDLERS)
 
     def taken(self) -> tuple[list[Change], list[RecordedRequest]]:
         """The changes since the last call, and the requests that ended. They leave the reader."""
@@ -100,7 +108,7 @@ class TraceReader(msgspec.Struct):
             block_tokens=self.block_tokens,
             blocks=self.blocks,
             block_bytes=int(block_bytes or 0) * max(1, int(workers or 0)) if has_bytes else 0,
-            doubts=self._doubts(settings),
+            doubts=self.doubts,
             model=str(settings.get("model") or ""),
             began_seconds=self.began_seconds,
         )
@@ -110,7 +118,10 @@ class TraceReader(msgspec.Struct):
         """Unix time from which the engine's times count."""
         return self.started.began_seconds if self.started else 0.0
 
-    def _doubts(self, settings: dict[str, ev.Setting]) -> list[str]:
+    @property
+    def doubts(self) -> list[str]:
+        """Reasons why figures may differ from what the engine did."""
+        settings = self.started.configuration if self.started else {}
         found = []
         if settings.get("connector"):
             found.append(f"a KV connector ({settings['connector']}) loads blocks beside the cache")
@@ -152,6 +163,8 @@ class TraceReader(msgspec.Struct):
         for request in sorted(self.requests.values(), key=lambda one: one.life):
             self._release(request, event.at)
             request.unadmitted, request.admissions = [], []
+            if request.removed:  # its end was lost
+                self._forget(request.number, event.at)
         self.contents.forget()
 
     # --- requests -----------------------------------------------------------------------------------
@@ -161,12 +174,14 @@ class TraceReader(msgspec.Struct):
         request = self._open(event.request, event.request_id, event.prompt_tokens, event.at)
         request.priority, request.added_at = event.priority, event.at
         request.lora, request.salt, request.group = labels.lora, salt_name(labels), labels.group
+        request.session = labels.session
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         for row in event.rows:
             if row.request not in self.requests:
                 request = self._open(row.request, row.request_id, row.prompt_tokens, event.at)
                 request.sequence_tokens = max(row.prompt_tokens, row.sequence_tokens)
+                request.session = session_of(row.labels)
 
     def _open(self, number: int, request_id: str, prompt_tokens: int, at: int) -> RecordedRequest:
         self._forget(number, at)
@@ -202,7 +217,10 @@ class TraceReader(msgspec.Struct):
         request = self.requests.get(event.request)
         if request is not None:
             request.closed_at = event.at
-            if request.life < 0:
+            if request.lives:
+                kept = max(0, min(event.computed_tokens, event.sequence_tokens - 1))
+                request.lives[max(request.lives)].computed_tokens = kept
+            if request.life < 0 or request.removed:
                 self._forget(event.request, event.at)
 
     def _forget(self, number: int, at: int) -> None:
@@ -260,7 +278,7 @@ class TraceReader(msgspec.Struct):
         if not self.block_tokens:
             return
         hashes, run, behind = self.contents.hashes, list[int](), (-1, -1)
-        for number, block, hash_id, end in self.contents.cached(event):
+        for number, _, block, hash_id, end in self.contents.cached(event):
             hashes[block] = (hash_id,)
             place, rest = divmod(end, self.block_tokens)
             request = self.requests.get(number)
@@ -293,7 +311,12 @@ class TraceReader(msgspec.Struct):
 
     def _removed(self, event: pool_calls.TablesRemoved) -> None:
         for number in event.requests:
-            self._forget(number, event.at)
+            request = self.requests.get(number)
+            if request is not None:
+                self._release(request, event.at)
+                request.removed = True
+                if request.closed_at >= 0:
+                    self._forget(number, event.at)
 
     def _evicted(self, event: ev.BlocksEvicted) -> None:
         left = [self.contents.hashes.pop(block, ()) for block in event.blocks]
@@ -301,10 +324,15 @@ class TraceReader(msgspec.Struct):
         if dropped:
             self._add(event.at, DROP, -1, 0, dropped)
 
+    def _weights(self, event: ev.WeightsChanged) -> None:
+        if event.changes and event.is_certain and not event.adapter:
+            self.weights_changed = True
+
     def _reset(self, event: ev.PoolReset) -> None:
         if event.succeeded:
             self.contents.hashes.clear()
-            self._add(event.at, RESET, -1)
+            self._add(event.at, RESET, -1, AFTER_WEIGHTS if self.weights_changed else 0)
+            self.weights_changed = False
 
     def _release(self, request: RecordedRequest, at: int) -> None:
         """The request gives up its table, if it has one."""
@@ -321,7 +349,7 @@ def _match(life: TraceLife, event: ev.Admitted) -> None:
     life.resumed = life.resumed or event.resumed
 
 
-_HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
+HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
     ev.EngineStarted: TraceReader._started,
     ev.PoolSeen: TraceReader._pool,
     ev.Gap: TraceReader._gap,
@@ -340,4 +368,9 @@ _HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
     pool_calls.TablesRemoved: TraceReader._removed,
     ev.BlocksEvicted: TraceReader._evicted,
     ev.PoolReset: TraceReader._reset,
+    ev.WeightsChanged: TraceReader._weights,
 }
+"""The method for each type of event."""
+
+TRACE_EVENTS: tuple[type[ev.Event], ...] = (*HANDLERS, ev.PoolCalls)
+"""The events that a trace is made of."""

@@ -17,7 +17,7 @@ from ..ledger.account import Account
 from ..ledger.entries import Entry
 from ..ledger.ledger import Ledger
 from ..ledger.ledger_state import Counted, Watch
-from ..text import tenant_of
+from ..text import session_of, tenant_of
 from .findings import Findings, Found, KeptFinding
 from .registry import Check, Invariant, Violation, Witness, catalogue
 
@@ -175,7 +175,7 @@ class Auditor:
         tenant = session = ""
         if account is not None:
             request = account.request_id
-            session = request if account.resumable else ""
+            session = request if account.resumable else session_of(account.labels)
             tenant = tenant_of(account.labels)
             life = account.life.number if account.life else len(account.lives)
         violation = Violation(

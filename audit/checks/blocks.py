@@ -27,6 +27,7 @@ from ..ledger.blocks.provenance import (
     LEFT,
     OVERWRITTEN,
     PENDING,
+    REWRITTEN,
     SEQUENCE,
     TAINTED,
     UNFILLED,
@@ -65,8 +66,9 @@ _NO_VALID_KV = {
     NOT_PLANNED: "the connector metadata did not name the load of request {filler}",
     NEVER_LOADED: "the load of request {filler} was never made",
     LEFT: "it was freed while the request's attention window still had these positions",
-    OVERWRITTEN: "the state in the block already has tokens at these positions, by a step that was given up",
-    ABSENT: "its block table has no block for them, though its attention window has these positions",
+    OVERWRITTEN: "the state in the block already has tokens at these positions, of an earlier step or a load",
+    REWRITTEN: "a later turn of the session {filler} wrote other tokens over these positions",
+    ABSENT: "its block table has no block for them, though the step reads these positions",
 }
 """Why the KV of a block is not valid."""
 
@@ -285,7 +287,7 @@ def hash_map(entry: Entry) -> Iterator[Witness]:
         "null blocks below the window of the first step, which a hit or a load skipped",
         "rejected drafts in a request whose window has room for them",
         "rejected drafts in a model with states, which keeps the state of each draft",
-        "a step that begins at the end of a block, whose state the steps after it left as it was",
+        "a turn that begins at the end of a block: the V2 runner goes on from the state there",
     ),
 )
 def read_invalid(entry: Entry) -> Iterator[Witness]:
@@ -297,7 +299,8 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     wrong from this step on, and so is the KV that it computes, which later requests may hit. A hit that is
     not valid is settled as unattained, not as local. In a group with windows, the table must have the blocks
     of the window of each step. A state, as of Mamba layers, is one checkpoint that the steps of a request
-    write over one another, so a step must begin where the state ends that the step before left.
+    write over one another, so a step must begin where the state ends that the step before left, and a hit
+    has the checkpoint at its end.
     """
     subject = entry.subject
     assert isinstance(subject, ReadInvalid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..causes import FAILED, NEVER_LOADED, NOT_PLANNED
-from ..events import Admitted, Matched, Reported, Tracked
+from ..events import Admitted, Matched, Reported, TiersReported, Tracked
 from ..ledger.entries import (
     Entry,
     ExternalTokensLost,
@@ -177,6 +177,34 @@ def negative_match(entry: Entry) -> Iterator[Witness]:
     assert isinstance(subject, Matched | Admitted)
     if subject.external_tokens is not None and subject.external_tokens < 0:
         yield Witness(external_tokens=subject.external_tokens, local_tokens=subject.local_tokens)
+
+
+@invariant(
+    "connector/tiers-do-not-sum",
+    stop_now=NOTHING,
+    tokens="external_tokens",
+    on=(TiersReported,),
+    message="The engine asked the connector for the tiers of {external_tokens} external tokens of request "
+    "{request}, and its tiers have {tier_tokens} tokens: {tiers}.",
+    near_misses=(
+        "tokens of a tier that the connector does not know (`external_unspecified`)",
+        "tokens that several tiers have between them",
+        "a release that does not ask for tiers, or a life that began after a preemption, for which none are "
+        "asked",
+    ),
+)
+def tiers_do_not_sum(entry: Entry) -> Iterator[Witness]:
+    """The tiers that a connector reports sum to the external tokens that the engine asked about.
+
+    Violated when tokens are in no tier or in two. The engine then counts all of them as
+    `external_unspecified`, and no figure says which tier saved the computation.
+    """
+    subject = entry.subject
+    assert isinstance(subject, TiersReported)
+    tier_tokens = sum(subject.tokens)
+    if tier_tokens != subject.external_tokens or min(subject.tokens, default=0) < 0:
+        tiers = ", ".join(f"{tier} {n}" for tier, n in zip(subject.tiers, subject.tokens, strict=True))
+        yield Witness(external_tokens=subject.external_tokens, tier_tokens=tier_tokens, tiers=tiers or "none")
 
 
 @invariant(

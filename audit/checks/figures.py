@@ -108,6 +108,7 @@ PAST_STOP_STRING = Deviation(
 )
 
 _LOOKUPS = "lookups of every admission"
+_TIERS = "external tokens of this tier, as the connector reported it at each admission"
 
 FIGURES: tuple[ExportedFigure, ...] = (
     ExportedFigure(
@@ -259,6 +260,14 @@ FIGURES: tuple[ExportedFigure, ...] = (
         "position",
         "Cached prompt tokens by the tier that held their KV.",
         (NEVER_RAN, FAILED_HIT, RESUMED_APART),
+        tuple(
+            Compared(figure, "vllm:prompt_tokens_cached_by_source_total", tier, ledger, "0.32")
+            for figure, tier, ledger in (
+                ("device_hit_tokens", "device", _LOOKUPS),
+                *((f"{tier}_hit_tokens", tier, _TIERS) for tier in ("host", "p2p", "disk")),
+                ("unspecified_hit_tokens", "external_unspecified", _TIERS),
+            )
+        ),
     ),
     ExportedFigure(
         ("vllm:generation_tokens", "vllm:request_generation_tokens", "usage.completion_tokens"),

@@ -17,6 +17,9 @@ EVICT_BLOCKS = (
     "request hits them any more."
 )
 REMOVE_ENGINE = "Remove this engine from the router, let its requests end, and restart it."
+UPDATE_AGAIN = (
+    "Load all weights again on all workers, and then reset the prefix cache: the KV since is of no model."
+)
 CLEAR_STORE = (
     "Stop loading from the connector's store and clear it; then reset the prefix cache, which holds what was "
     "loaded."

@@ -81,6 +81,7 @@ VLLM_49250 = _vllm(49250)
 VLLM_49674 = _vllm(49674)
 VLLM_46951 = _vllm(46951)
 VLLM_52234 = _vllm(52234)
+VLLM_54443 = _vllm(54443)
 VLLM_56104 = _vllm(56104)
 VLLM_56525 = _vllm(56525)
 VLLM_52360 = _vllm(52360)
@@ -198,7 +199,7 @@ class Violation(msgspec.Struct, frozen=True):
     tenant: str = ""
     """Whom the request is for: its group (KVLEDGER_GROUP), or its cache salt's keyed hash; "": not known."""
     session: str = ""
-    """The session that the request is; "" if it is none."""
+    """The streaming-input session that the request is, else the session that it is a turn of; "" if none."""
     tokens: int | None = None
     """How many tokens it was about when it was first found; None: the finding says no number."""
 

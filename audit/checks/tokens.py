@@ -319,6 +319,7 @@ def without_token(entry: Entry) -> Iterator[Witness]:
         "a request that resumes after the output in flight at its preemption has come, or was dropped",
         "a chunk of a prompt, which samples nothing",
         "rejected drafts, after which the next steps begin lower",
+        "output of a step past the stop of a session's turn that comes before the next chunk, or is dropped",
     ),
 )
 def sampled_twice(entry: Entry) -> Iterator[Witness]:
@@ -326,6 +327,8 @@ def sampled_twice(entry: Entry) -> Iterator[Witness]:
 
     Violated when a preempted request is scheduled again while a step of before the preemption is in flight,
     and the outputs of both are delivered: the second token is not that of the position where it stands.
+    Violated too when a step is in flight at the end of a session's turn, and its output is taken for the next
+    turn's.
     """
     subject = entry.subject
     assert isinstance(subject, SampledTwice)

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.entries import Entry, OlderOutputs, ResetRefused, StaleKV
+from ..ledger.entries import Entry, OlderOutputs, OutputsMislabelled, ResetRefused, StaleKV, WorkersDiffer
+from ..ledger.weights import version_words
 from ..ledger.weights_postings import HIT, LOAD
-from .kinds import CLEAR_STORE
-from .registry import NEMO_RL_4018, PRIME_RL_1650, VERL_6523, VLLM_42695, VLLM_46125, Witness, invariant
+from .kinds import CLEAR_STORE, UPDATE_AGAIN
+from .registry import (
+    NEMO_RL_4018,
+    PRIME_RL_1650,
+    VERL_6523,
+    VLLM_42695,
+    VLLM_46125,
+    VLLM_54443,
+    Witness,
+    invariant,
+)
 
 
 def _witness(subject: StaleKV) -> Witness:
-    before = f"version {subject.oldest}" if subject.oldest else "the weights before the first change"
     return Witness(
         tokens=subject.tokens,
         start=subject.start,
         oldest=subject.oldest,
         version=subject.version,
-        before=before,
+        before=version_words(subject.oldest),
         wrote=f", which request {subject.writer} wrote" if subject.writer else "",
         writer=subject.writer,
     )
@@ -127,3 +136,63 @@ def own_older_kv(entry: Entry) -> Iterator[Witness]:
     subject = entry.subject
     assert isinstance(subject, OlderOutputs)
     yield Witness(tokens=subject.tokens, version=subject.version, oldest=subject.oldest)
+
+
+@invariant(
+    "weights/span",
+    severity="drift",
+    tokens="tokens",
+    on=(OutputsMislabelled,),
+    message="The engine's output says that tokens {start} to {end} of request {request} are of the weights "
+    "{label!r}. The steps of {tokens} of them read KV of {before}, and ran under version {version}.",
+    references=(VLLM_54443,),
+    near_misses=(
+        "a label for tokens all of whose KV was computed under the weights of their step",
+        "an engine whose caller labels no weights, or whose output has no labels",
+    ),
+)
+def mislabelled_span(entry: Entry) -> Iterator[Witness]:
+    """What the engine's output calls the weights of a token holds for the KV that the token was sampled from.
+
+    Found when it does not: the label is that of the last change when the token was returned, and says nothing
+    of older KV that the step read.
+    """
+    subject = entry.subject
+    assert isinstance(subject, OutputsMislabelled)
+    yield Witness(
+        label=subject.label,
+        start=subject.start,
+        end=subject.end,
+        tokens=subject.tokens,
+        oldest=subject.oldest,
+        before=version_words(subject.oldest),
+        version=subject.version,
+    )
+
+
+@invariant(
+    "weights/workers-differ",
+    stop_now=UPDATE_AGAIN,
+    on=(WorkersDiffer,),
+    message="A step ran after call {call} of `{by}`, though workers {with_new} have the new weights and "
+    "workers {without} do not: {why}. Request {request} is the first in it.",
+    near_misses=(
+        "workers that hold other shards: what is compared is whether each worker's own tensors changed",
+        "a call that failed on some workers and was repeated before a step",
+        "a call that failed on all workers",
+        "a worker whose journal is not there, or has lost events",
+    ),
+)
+def workers_differ(entry: Entry) -> Iterator[Witness]:
+    """All workers of an engine hold the weights of the same calls when a step runs.
+
+    Violated when a call that changes weights returned on some workers and raised on others, or changed the
+    tensors that every worker holds whole on some of them alone (level `content`), and a step ran before
+    another call. The model then computes each token with weights of two versions.
+    """
+    subject = entry.subject
+    assert isinstance(subject, WorkersDiffer)
+    why = "the call raised there" if subject.raised else "the call left theirs as they were"
+    yield Witness(
+        by=subject.by, call=subject.call, with_new=subject.with_new, without=subject.without, why=why
+    )

@@ -70,6 +70,10 @@ class EngineSetup:
     chunked_prefill: bool = True
     reserve_full_isl: bool = False
     """Off, unlike in vLLM, because it prevents preemption during prefill."""
+    scheduler_options: tuple[tuple[str, Any], ...] = ()
+    """Further arguments of vLLM's SchedulerConfig; those that a release does not have are left out."""
+    loras: int = 0
+    """How many LoRA adapters a step may have; 0: the engine has none."""
     log_stats: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     pooling: bool = False
@@ -219,6 +223,7 @@ def _vllm_config(setup: EngineSetup) -> Any:
         policy=setup.policy,
         scheduler_reserve_full_isl=setup.reserve_full_isl,
         async_scheduling=False,
+        **dict(setup.scheduler_options),
     )
     cache = _call(CacheConfig, block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching)
     config = VllmConfig(
@@ -228,6 +233,7 @@ def _vllm_config(setup: EngineSetup) -> Any:
         cache_config=cache,
         speculative_config=_speculative_config(setup, model, parallel),
         kv_transfer_config=_kv_transfer_config(setup),
+        lora_config=_lora_config(setup),
         device_config=DeviceConfig(device="cpu"),
     )
     config.cache_config.num_gpu_blocks = setup.blocks
@@ -287,6 +293,14 @@ def _speculative_config(setup: EngineSetup, model: Any, parallel: Any) -> Any:
         target_parallel_config=parallel,
         **how,
     )
+
+
+def _lora_config(setup: EngineSetup) -> Any:
+    if not setup.loras:
+        return None
+    from vllm.config.lora import LoRAConfig
+
+    return LoRAConfig(max_loras=setup.loras)
 
 
 def _kv_transfer_config(setup: EngineSetup) -> Any:

@@ -19,6 +19,7 @@ from .observer import Observer
 from .prompt_reports import PromptReports
 from .prompt_sample import PromptSample, prompt_sample
 from .queue_watch import QueueWatch
+from .tiers import tiers_reported
 
 UNCOUNTED = (-1, -1, -1)
 NOTHING = (0, 0, 0)
@@ -44,6 +45,8 @@ class Attempt(msgspec.Struct, gc=False):
     """The local tokens that the connector was asked to extend; -1: not asked."""
     cut: int = 0
     """Tokens that the connector cut off the prompt when it was asked."""
+    tiers: ev.TiersReported | None = None
+    """The tiers of the external tokens; None: the connector was not asked."""
 
 
 class Admissions:
@@ -178,6 +181,18 @@ class Admissions:
                 list(groups[0]) if len(groups) == 1 else [],
             )
 
+    def tiers_reported(self, _: None, result: Any, request: Any, num_external_tokens: int) -> None:
+        """``get_external_cache_hit_sources`` answered. Emits ``TiersReported``, after an admission."""
+        number = self._log.ids.get(request.request_id)
+        if number is None:
+            return
+        event = tiers_reported(self._log.now(), number, self._observer.step, num_external_tokens, result)
+        attempt = self.attempts.get(request.request_id)
+        if attempt is None:  # the load starts in a later step than its admission
+            self._log.emit(event)
+        else:
+            attempt.tiers = event
+
     def load_planned(self, _: None, metadata: Any, scheduler_output: Any) -> None:
         """``build_connector_meta`` returned this step's metadata.
 
@@ -195,7 +210,7 @@ class Admissions:
             self._plan_saves(reader.saves(metadata))
         size = self._scheduler.block_size
         if observer.pools is not None and "blocks" in reader.READS:
-            stored = reader.moves(metadata, size).stored
+            stored = reader.stored(metadata, size)
             if stored:
                 self.planned.append(ev.BlocksSaved(self._log.now(), observer.step, stored))
         if not self._promises:
@@ -289,6 +304,8 @@ class Admissions:
             missed = self.sample.admitted(request, local + external)
         split = resumed, local, external, not scheduled, begins, counted, self.cut(attempt)
         events.append(ev.Admitted(now, number, step, *split, missed))
+        if attempt.tiers is not None:
+            events.append(attempt.tiers)
         if begins != computed:
             events.append(ev.RolledBack(now, number, "replay", begins, computed))
         self.admitted_before.add(request_id)

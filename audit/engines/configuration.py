@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .. import events as ev
 from .connectors.worker_side import transfer_of
+
+SCHEDULER = (
+    "scheduler_reserve_full_isl",
+    "watermark",
+    "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+    "max_num_scheduled_tokens",
+    "max_num_active_seqs",
+    "enable_chunked_prefill",
+    "disable_chunked_mm_input",
+    "prefill_schedule_interval",
+)
+"""Further settings of vLLM's SchedulerConfig that a scheduler reads, under their names there. A release
+records those that it has."""
 
 
 def configuration_of(
@@ -37,6 +52,7 @@ def configuration_of(
         "transfer": transfer_of(config),
         "log_stats": bool(scheduler.log_stats),
         "figures": figures,
+        "model_runner": "v2" if getattr(scheduler, "use_v2_model_runner", False) else "v1",
         "data_parallel_rank": int(getattr(config.parallel_config, "data_parallel_rank", 0)),
         "engine_index": engine_index(config.parallel_config),
         "census_steps": census_steps,
@@ -44,9 +60,27 @@ def configuration_of(
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
         "workers": int(getattr(config.parallel_config, "world_size", 1)),
         "engine_key": engine_key(config),
+        "output_labels": _labels_outputs(),
         "kv_role": _kv_role(config.kv_transfer_config),
     }
-    return settings | kv_events(scheduler)
+    return settings | _scheduler_settings(config) | kv_events(scheduler)
+
+
+def _scheduler_settings(config: Any) -> dict[str, ev.Setting]:
+    """The settings of :data:`SCHEDULER`, how drafts are made, and the stages of the pipeline."""
+    scheduler, absent = config.scheduler_config, object()
+    read = {name: getattr(scheduler, name, absent) for name in SCHEDULER}
+    settings: dict[str, ev.Setting] = {
+        name: value
+        for name, value in read.items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+    settings["pipeline_stages"] = int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
+    settings["prefix_cache_retention_interval"] = getattr(
+        config.cache_config, "prefix_cache_retention_interval", None
+    )
+    method = getattr(getattr(config, "speculative_config", None), "method", None)
+    return settings | ({} if method is None else {"drafter": str(method)})
 
 
 def kv_events(scheduler: Any) -> dict[str, ev.Setting]:
@@ -59,6 +93,12 @@ def kv_events(scheduler: Any) -> dict[str, ev.Setting]:
         return {}
     port = endpoint.rpartition(":")[2]
     return {"kv_events_port": int(port) if port.isdecimal() else 0}
+
+
+def _labels_outputs() -> bool:
+    """Whether the engine says of each output token what its weights are called."""
+    outputs = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreOutputs", None)
+    return "weight_version" in getattr(outputs, "__struct_fields__", ())
 
 
 def _sliding_window(kv_cache_config: Any) -> int:

@@ -163,6 +163,8 @@ class Lives:
     def session_extended(self, tokens: int | None, _: None, session: Any, *__: Any) -> None:
         """``_update_request_as_session`` appended a chunk to the prompt. Emits ``Extended``."""
         number = self._log.ids[session.request_id]
+        if self._observer.pools is not None:
+            self._observer.pools.emit_all_calls()  # the chunk may replace tokens for which blocks were cached
         self._reports.extended(session)
         prompt, computed = session.num_prompt_tokens, session.num_computed_tokens
         isolation = self._observer.isolation(session)

@@ -101,6 +101,13 @@ V1: tuple[Hook, ...] = (
         optional=True,
     ),
     Hook("connector", "update_state_after_alloc", (), after="admissions.promised", optional=True),
+    Hook(
+        "connector",
+        "get_external_cache_hit_sources",
+        (),
+        after="admissions.tiers_reported",
+        optional=True,  # since 0.32
+    ),
     Hook("connector", "build_connector_meta", (), after="admissions.load_planned", optional=True),
 )
 

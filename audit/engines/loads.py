@@ -43,22 +43,26 @@ class Loads:
         its load and goes on has failed, whatever its count.
         """
         self.failed |= result
+        rows: list[tuple[Any, int]] = []
         for request_id, tokens in (before or {}).items():
             request = self._scheduler.requests[request_id]
             failed = request_id in reported and request_id not in result
             if request.num_computed_tokens != tokens or (failed and self._counts.waits_for_load(request)):
-                self.emit_failed(request, tokens, reported)
+                rows.append((request, tokens))
+        self.emit_failed(rows, reported)
 
-    def emit_failed(self, request: Any, before_tokens: int, reported: Any) -> None:
-        """Emit ``LoadFailed``; before it the count was ``before_tokens``."""
-        number = self._log.ids.get(request.request_id)
-        if number is None:
-            return
-        computed, waiting = request.num_computed_tokens, self._counts.waits_for_load(request)
+    def emit_failed(self, rows: list[tuple[Any, int]], reported: Any) -> None:
+        """Emit ``BlocksFailed``, and ``LoadFailed`` for each request, with its count before."""
         blocks = sorted(block for block in reported if isinstance(block, int))
-        self._log.emit(
-            ev.LoadFailed(self._log.now(), number, before_tokens, computed, waiting, blocks or None)
-        )
+        if blocks:
+            self._log.emit(ev.BlocksFailed(self._log.now(), blocks))
+        for request, before_tokens in rows:
+            number = self._log.ids.get(request.request_id)
+            if number is not None:
+                computed, waiting = request.num_computed_tokens, self._counts.waits_for_load(request)
+                self._log.emit(
+                    ev.LoadFailed(self._log.now(), number, before_tokens, computed, waiting, blocks or None)
+                )
 
     def received(self, model_output: Any) -> Any:
         """Ids of the requests whose load the workers report finished with this output."""

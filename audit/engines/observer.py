@@ -22,7 +22,7 @@ from .connectors.worker_side import WorkerWatch
 from .content.attached import AttachedContent
 from .pool.isolation import IsolationClasses
 from .pool.pool_watch import PoolWatch
-from .request_labels import LabelReader, group_pattern
+from .request_labels import GROUP, SESSION, LabelReader, pattern
 from .step_log import Sink, StepLog
 from .weights_watch import WeightsWatch
 
@@ -59,8 +59,16 @@ class Observer:
     """The admission that the engine-reported prompt figures come from: see ``release_semantics``."""
 
     def __init__(
-        self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens", stacks: bool = False
+        self,
+        scheduler: Any,
+        sink: Sink,
+        *,
+        version: str,
+        level: str = "tokens",
+        stacks: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``clock``: nanoseconds; a simulation has its own."""
         self.scheduler = scheduler
         """vLLM's scheduler."""
         self.version = version
@@ -83,7 +91,7 @@ class Observer:
         """Observes the contents of blocks, at level ``content`` if the worker runs in this process."""
         self.labels = LabelReader(IsolationClasses())
         """Reads the labels of requests."""
-        self.log = StepLog(sink)
+        self.log = StepLog(sink, clock)
         """Every part emits its events here."""
         self._step_now = functools.partial(getattr, self, "step")  # no Python frame runs
         """Returns the number of the present step."""
@@ -115,7 +123,7 @@ class Observer:
             if self.level != "tokens":
                 self.pools = self._watch_pools()
             classes = None if self.pools is None else self.pools.isolation
-            self.labels = LabelReader(classes or IsolationClasses(), group_pattern())
+            self.labels = LabelReader(classes or IsolationClasses(), pattern(GROUP), pattern(SESSION))
             if getattr(self.scheduler, "connector", None) is not None:
                 self.connector = ConnectorWatch(
                     self.scheduler,
@@ -131,8 +139,8 @@ class Observer:
                 self.pools.remove()
             self.hooks.remove()
             raise
-        self.weights.start(digests=self.level == "content")
         self.begin_segment()
+        self.weights.start(digests=self.level == "content")
 
     def stop(self, reason: str) -> None:
         """Emit what is still buffered and restore the scheduler. Idempotent."""

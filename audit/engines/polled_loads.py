@@ -48,10 +48,12 @@ class PolledLoads(Loads):
         self.failed |= result
         counts, failed_before = before or ({}, set())
         failed = result | (self._scheduler.failed_recving_kv_req_ids - failed_before)
+        rows: list[tuple[Any, int]] = []
         for request_id, tokens in counts.items():
             request = self._scheduler.requests[request_id]
             if request_id in failed or request.num_computed_tokens != tokens:
-                self.emit_failed(request, -1 if self._counts.waits_for_load(request) else tokens, reported)
+                rows.append((request, -1 if self._counts.waits_for_load(request) else tokens))
+        self.emit_failed(rows, reported)
 
     def finished(self, request_ids: Any) -> None:
         """Emits nothing: the scheduler regards a load as finished when it polls."""

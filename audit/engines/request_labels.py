@@ -1,7 +1,8 @@
-"""The labels of a request: LoRA adapter, priority, class of the cache salt, and the operator's group.
+"""The labels of a request: LoRA adapter, priority, class of the cache salt, group and session.
 
-The operator chooses groups by ``KVLEDGER_GROUP``, a regular expression over request ids. Labels are read once
-for a request, when it arrives, and for each living request at the beginning of a segment.
+The operator chooses groups by ``KVLEDGER_GROUP``, a regular expression over request ids. The session is
+vLLM's ``session_id`` (since 0.32), else what ``KVLEDGER_SESSION`` finds in the request id. Labels are read
+once for a request, when it arrives, and for each living request at the beginning of a segment.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 from typing import Any
 
 from .. import events as ev
-from ..text import cut_priority
+from ..text import cut_id, cut_priority
 from .pool.isolation import IsolationClasses
 
 logger = logging.getLogger("kvledger")
+
+GROUP, SESSION = "KVLEDGER_GROUP", "KVLEDGER_SESSION"
 
 MOST_GROUPS = 64
 """Requests of further groups get the label ``other``."""
@@ -29,26 +32,33 @@ SEARCHED = 256
 """The pattern sees so many characters of a request id: a client may choose the id and its length."""
 
 
-def group_pattern() -> re.Pattern[str] | None:
-    """``$KVLEDGER_GROUP``; None if it is not set, or no regular expression."""
-    text = os.environ.get("KVLEDGER_GROUP")
+def pattern(variable: str) -> re.Pattern[str] | None:
+    """The pattern in an environment variable; None if it is not set, or no regular expression."""
+    text = os.environ.get(variable)
     if not text:
         return None
     try:
         return re.compile(text)
     except re.error as error:
-        logger.warning("kvledger records no groups: KVLEDGER_GROUP is no regular expression: %s", error)
+        logger.warning("kvledger ignores %s, which is no regular expression: %s", variable, error)
         return None
 
 
 class LabelReader:
     """Reads the labels of vLLM's requests. ``classes`` makes the class of a cache salt."""
 
-    def __init__(self, classes: IsolationClasses, pattern: re.Pattern[str] | None = None) -> None:
+    def __init__(
+        self,
+        classes: IsolationClasses,
+        groups: re.Pattern[str] | None = None,
+        sessions: re.Pattern[str] | None = None,
+    ) -> None:
         self._classes = classes
         """Makes the class of a cache salt."""
-        self._pattern = pattern
+        self._group_in = groups
         """Finds the group in a request id; None: requests have no group."""
+        self._session_in = sessions
+        """Finds the session in a request id; None: only vLLM names sessions."""
         self._groups: set[str] = set()
         """The groups seen so far."""
 
@@ -58,20 +68,21 @@ class LabelReader:
             adapter = getattr(request, "lora_request", None)
             salt = getattr(request, "cache_salt", None)
             lora = _cut(str(adapter.lora_name)) if adapter else ""
-            group = self._group(request.request_id) if self._pattern is not None else ""
+            group = self._group(request.request_id) if self._group_in is not None else ""
             priority = cut_priority(getattr(request, "priority", 0))  # v1 of 0.9.1 has none
-            if not (lora or salt or group or priority):
+            session = getattr(request, "session_id", None)
+            if not session and self._session_in is not None:
+                session = _found(self._session_in, request.request_id)
+            if not (lora or salt or group or priority or session):
                 return None
-            return ev.RequestLabels(lora, self._classes.of_salt(salt) if salt else 0, group, priority)
+            salt_class = self._classes.of_salt(salt) if salt else 0
+            return ev.RequestLabels(lora, salt_class, group, priority, _encodable(cut_id(session or "")))
         except Exception:  # an observer must never stop the engine; the request's labels are unknown
             return None
 
     def _group(self, request_id: str) -> str:
-        assert self._pattern is not None
-        match = self._pattern.search(request_id[:SEARCHED])
-        if match is None:
-            return ""
-        group = _cut((match[1] or "") if self._pattern.groups else match[0])
+        assert self._group_in is not None
+        group = _cut(_found(self._group_in, request_id))
         if group and group not in self._groups:
             if len(self._groups) >= MOST_GROUPS:
                 return OTHER
@@ -79,6 +90,18 @@ class LabelReader:
         return group
 
 
+def _found(pattern: re.Pattern[str], request_id: str) -> str:
+    """What a pattern's first group matches in a request id, else the whole match; "": nothing."""
+    match = pattern.search(request_id[:SEARCHED])
+    if match is None:
+        return ""
+    return (match[1] or "") if pattern.groups else match[0]
+
+
 def _cut(text: str) -> str:
     """The beginning of a text, without what can't be encoded."""
-    return text[:CHARACTERS].encode(errors="replace").decode()
+    return _encodable(text[:CHARACTERS])
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -26,6 +26,9 @@ COMPARED_EVERY = 8
 WHOLE_SHARE = 0.125
 """``DeliveredWhole`` is emitted if more than this share changed: 1 byte per request, not 5 per change."""
 
+FAILURES = ev.LoadFailed, ev.BlocksFailed
+"""What the engine does with failed loads before it takes the output that reports them."""
+
 NONE: list[int] = []
 """One empty list for all events: separate lists would each be visited by the garbage collector."""
 
@@ -55,7 +58,7 @@ class Sink(Protocol):
 class StepLog:
     """Emits one engine's events, in order, to a sink."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.sink = sink
         """Receives the events."""
         self.ids: dict[str, int] = {}
@@ -72,7 +75,9 @@ class StepLog:
         """When unchanged steps were last emitted."""
         self._next_id = 0
         """The number of the next new request."""
-        self._began = time.monotonic_ns()
+        self._clock = clock
+        """Nanoseconds since some instant."""
+        self._began = clock()
         """The zero of the log's clock."""
         self.steady = False
         """Whether the last step and its output were one token for each request, with no event since.
@@ -115,7 +120,7 @@ class StepLog:
 
     def now(self) -> int:
         """Microseconds since this log began."""
-        return (time.monotonic_ns() - self._began) // 1000
+        return (self._clock() - self._began) // 1000
 
     def intern(self, request_id: str) -> int:
         """The number that stands for a request; a new request gets the next one."""
@@ -128,7 +133,7 @@ class StepLog:
     def emit(self, event: ev.Event) -> None:
         """Emit one event, after everything that happened before it."""
         held = self.held
-        if held is not None and type(event) is not ev.LoadFailed:
+        if held is not None and type(event) not in FAILURES:
             held.append(event)
             return
         if self.pool_calls:

@@ -92,6 +92,7 @@ class Steps:
                 self._observer.isolation(request),
                 self._observer.labels.of(request),
                 *self._counts.handover(request),
+                not getattr(request, "skip_reading_prefix_cache", False),
             )
         )
 

@@ -47,10 +47,8 @@ class V1Observer(Observer):
     HOOKS: ClassVar[tuple[Hook, ...]] = hook_tables.V1
     PARTS: ClassVar[Parts] = Parts()
 
-    def __init__(
-        self, scheduler: Any, sink: Sink, *, version: str, level: str = "tokens", stacks: bool = False
-    ) -> None:
-        super().__init__(scheduler, sink, version=version, level=level, stacks=stacks)
+    def __init__(self, scheduler: Any, sink: Sink, **options: Any) -> None:
+        super().__init__(scheduler, sink, **options)
         parts = self.PARTS
         self.counts = parts.counts()
         """Reads the engine's own counts of a request."""

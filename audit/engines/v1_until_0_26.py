@@ -66,6 +66,11 @@ class Admissions020(Admissions):
 class Lives020(Lives):
     """Output in flight at a preemption is delivered, but may be dropped after a reset."""
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.extended: set[str] = set()
+        """Ids of draining sessions whose turn ended in this output, which was delivered."""
+
     def preempted(
         self, before: tuple[int, int, int] | None, _: None, request: Any, *__: Any, **___: Any
     ) -> None:
@@ -78,6 +83,7 @@ class Lives020(Lives):
 
     def stale(self, scheduled: dict[str, int]) -> Any:
         """Requests whose output may be dropped, each with its output tokens so far."""
+        self.extended.clear()
         requests = self._scheduler.requests
         ids = [each for each in self.draining if each in scheduled and each in requests]
         return [(requests[each], requests[each].num_output_tokens) for each in ids]
@@ -85,11 +91,18 @@ class Lives020(Lives):
     def dropped(self, stale: Any) -> list[str]:
         dropped = []
         for request, output_tokens in stale:
+            if request.request_id in self.extended:
+                continue  # the engine took its outputs into the prompt
             if request.num_output_tokens == output_tokens:
                 dropped.append(request.request_id)
             else:  # outputs are dropped in order, so no later one will be
                 self.draining.discard(request.request_id)
         return dropped
+
+    def session_extends(self, session: Any, *_: Any) -> int:
+        if self.output is not None and session.request_id in self.draining:
+            self.extended.add(session.request_id)
+        return super().session_extends(session)
 
 
 class V1Observer020(V1Observer):

@@ -15,7 +15,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,11 @@ def worker_made(worker: Any) -> None:
     _workers.add(worker)
 
 
+def first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a call; None if it has none."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
 class WeightsWatch:
     """Observes the weights of one engine, and emits :class:`~kvledger.audit.events.WeightsChanged`."""
 
@@ -111,7 +117,7 @@ class WeightsWatch:
         self._changed_in = -1
         """The step after which the weights last changed."""
         self._asleep = 0
-        """The level of the engine's last sleep."""
+        """The level of the engine's sleep; 0: the weights are there."""
         self._target = ""
         """What ``update_weights`` changes: the model, or the draft model."""
         self._adapters: dict[str, tuple[int, Mapping[str, tuple[int, int]]]] = {}
@@ -120,14 +126,18 @@ class WeightsWatch:
         """Calls of the engine core that have not returned."""
         self._loaded = False
         """Whether a model has loaded weights in such a call."""
+        self._rpcs: Counter[str] = Counter()
+        """How many times all workers were asked for each method or function that may change weights."""
         self._removed: set[str] = set()
         """The adapters that were loaded and removed."""
         self._models: list[Wrapping] = []
         """The wrapped methods of models."""
         self._digests: list[WeightDigest] = []
         """The digests of the models in this process, at level ``content``."""
-        self._looked_at = 0
+        self._looked_at = -NEVER
         """When the digests last looked at samples."""
+        self._looked_in = -1
+        """The step that had begun then."""
         self._look_us: float | None = None
         """Microseconds from one look to the next at least; None: no digest is taken."""
 
@@ -180,6 +190,7 @@ class WeightsWatch:
                 from .content.weight_digest import WeightDigest
 
                 self._digests.append(WeightDigest(model))
+                self.look(self._log.now())
         try:
             self._models.append(Wrapping(model, "load_weights", make))
         except EngineMismatch as mismatch:
@@ -196,15 +207,23 @@ class WeightsWatch:
 
     def look(self, now: int) -> None:
         """Between two steps, now and then: look whether the weights changed without a call that was seen."""
-        if self._look_us is not None and self._digests and now - self._looked_at >= self._look_us:
-            self._looked_at = now
+        if self._look_us is not None and now - self._looked_at >= self._look_us:
+            self.look_now()
+
+    def look_now(self) -> None:
+        """Look at once, if a step began since the last look: what it computed is then known, or not known."""
+        if self._look_us in (None, NEVER) or not self._digests or self._asleep:
+            return
+        if self._looked_in != self._step():
+            self._looked_at, self._looked_in = self._log.now(), self._step()
             with self._guarded("the digest of the weights"):
                 looks = [digest.looks_equal() for digest in self._digests]  # each notes what it sees
-                if not all(looks):
-                    self.changed("digest", ev.DETECTED, equal=False)
+                self.changed(ev.LOOK, ev.DETECTED, equal=all(looks))
 
     def _is_equal(self) -> bool | None:
         """Whether all weights are those of the last call, by a digest; None: not known."""
+        if self._asleep:
+            return None  # the memory of the weights may be unmapped
         found = {digest.is_equal() for digest in self._digests}
         return False if False in found else True if found == {True} else None
 
@@ -216,18 +235,20 @@ class WeightsWatch:
             self.changed("mark_weights", ev.DECLARED, label=label, adapter=adapter)
 
     def begins(self) -> None:
-        """A wrapped method of ``EngineCore`` is called."""
+        """A wrapped method of ``EngineCore`` is called. What changed before it is not its change."""
+        self.look_now()
         self._calls, self._loaded = self._calls + 1, False
 
     def called(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], raised: bool) -> None:
         """A wrapped method of ``EngineCore`` has returned or raised."""
         self._calls -= 1
         with self._guarded(method):
-            first = args[0] if args else next(iter(kwargs.values()), None)
+            first = first_argument(args, kwargs)
             if method == "collective_rpc":
                 self._rpc(kwargs.get("method", first))
-            elif method == "add_lora" and not raised:
-                self._adapter_added(kwargs.get("lora_request", first))
+            elif method == ev.ADDS_ADAPTER:
+                self._rpcs[method] += 1
+                self._adapter_added(kwargs.get("lora_request", first), raised)
             elif method == "remove_lora" and not raised:
                 lora_id = kwargs.get("lora_id", first)
                 self._removed |= {name for name, (id, _) in self._adapters.items() if id == lora_id}
@@ -235,8 +256,10 @@ class WeightsWatch:
                 self._asleep = int(kwargs.get("level", args[0] if args else 1))
             elif method == "wake_up":
                 tags = kwargs.get("tags", first)
-                if self._asleep >= DISCARDED_FROM and (tags is None or "weights" in tags):
-                    self.changed("wake_up", ev.DECLARED)
+                if not raised and (tags is None or "weights" in tags):
+                    level, self._asleep = self._asleep, 0
+                    if level >= DISCARDED_FROM:
+                        self.changed("wake_up", ev.DECLARED)
             elif method == "set_weight_version" and not raised:
                 self.changed(method, ev.LABELLED, label=str(first))
 
@@ -247,10 +270,12 @@ class WeightsWatch:
             self._target = ""
         elif name == "start_draft_weight_update":
             self._target = DRAFT
-        elif isinstance(method, str) and name in CHANGING:
-            self.changed(name, ev.DECLARED, adapter=self._target)
         elif not (isinstance(method, str) and name in HARMLESS):
-            self.changed(name, ev.DECLARED if self._loaded else ev.POSSIBLE)
+            self._rpcs[name] += 1
+            is_known = isinstance(method, str) and name in CHANGING
+            kind, adapter = (ev.DECLARED, self._target) if is_known else (ev.POSSIBLE, "")
+            kind = ev.DECLARED if self._loaded else kind
+            self.changed(name, kind, adapter=adapter, call=self._rpcs[name])
         if name == "finish_weight_update":
             self._target = ""
 
@@ -261,30 +286,51 @@ class WeightsWatch:
                 files = _files(str(getattr(request, "lora_path", "")))
                 self._adapters[str(request.lora_name)] = int(request.lora_int_id), files
 
-    def _adapter_added(self, request: Any) -> None:
-        """An adapter was loaded. One of that name that was loaded before may have had other weights."""
+    def _adapter_added(self, request: Any, raised: bool) -> None:
+        """An adapter was loaded. One of that name that was loaded before may have had other weights.
+
+        ``raised``: at least one worker did not load it. Others may have.
+        """
         name, files = str(request.lora_name), _files(str(getattr(request, "lora_path", "")))
         again = name in self._removed or bool(getattr(request, "load_inplace", False))
-        known = self._adapters.get(name)
+        known, call = self._adapters.get(name), self._rpcs[ev.ADDS_ADAPTER]
+        if raised:
+            if known is not None and again and self._workers() > 1:
+                self.changed(ev.ADDS_ADAPTER, ev.POSSIBLE, adapter=name, call=call)
+            return
         self._adapters[name] = int(request.lora_int_id), files
         self._removed.discard(name)
         if known is None or not again:
             return
         in_memory = getattr(request, "lora_tensors", None) is not None
+        kind = ev.DECLARED if in_memory else ev.POSSIBLE
+        equal: bool | None = None
         if files and known[1]:
-            self.changed("add_lora", ev.DECLARED, adapter=name, equal=files == known[1] and not in_memory)
-        else:
-            self.changed("add_lora", ev.DECLARED if in_memory else ev.POSSIBLE, adapter=name)
+            kind, equal = ev.DECLARED, files == known[1] and not in_memory
+        self.changed(ev.ADDS_ADAPTER, kind, adapter=name, equal=equal, call=call)
+
+    def _workers(self) -> int:
+        """How many workers the engine has."""
+        config = getattr(self._scheduler, "vllm_config", None)
+        return int(getattr(getattr(config, "parallel_config", None), "world_size", 1))
 
     def changed(
-        self, by: str, kind: str, *, label: str = "", adapter: str = "", equal: bool | None = None
+        self,
+        by: str,
+        kind: str,
+        *,
+        label: str = "",
+        adapter: str = "",
+        equal: bool | None = None,
+        call: int = 0,
     ) -> None:
         """Emit a change, or a call that may be one. Changes with no step between them have one number."""
         step, version = self._step(), max(self.versions.values(), default=0)
         if equal is None and not adapter and kind in (ev.DECLARED, ev.POSSIBLE):
             equal = self._is_equal()
             kind = ev.DETECTED if equal is False and kind == ev.POSSIBLE else kind
-        event = ev.WeightsChanged(self._log.now(), step, version, by[:80], kind, label[:80], adapter, equal)
+        of = by[:80], kind, label[:80], adapter, equal, call
+        event = ev.WeightsChanged(self._log.now(), step, version, *of)
         if event.changes:
             follows = step == self._changed_in and self.versions.get(adapter) == version
             version += not follows

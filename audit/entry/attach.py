@@ -145,7 +145,8 @@ class LiveAudit:
 
         The request is named as for :meth:`account`.
         """
-        return weights_of_request(self._account(request_id))
+        self._observer.weights.look_now()
+        return weights_of_request(self.ledger.weights, self._account(request_id))
 
     def save(self, folder: str | Path) -> None:
         """Write the events so far as a journal, for every command. Raises LedgerError.
@@ -181,6 +182,10 @@ class LiveAudit:
     def prefixes(self, top: int = 20) -> Any:
         """The shared prefixes for which the cache saved and lost most. Level blocks only."""
         return self._read(lambda audit: audit.prefixes(top))
+
+    def turns(self, session: str = "", **options: Any) -> Any:
+        """What turns of sessions missed of the turn before, as ``kvledger turns``. Level blocks only."""
+        return self._read(lambda audit: audit.turns(session, **options))
 
     def blocks(self) -> Any:
         """How blocks were used, as ``kvledger blocks``. Level blocks only."""

@@ -17,29 +17,7 @@ vllm_logger = logging.getLogger("vllm.kvledger")
 _MARK = "__kvledger__"
 
 
-def observe_contents_of_workers() -> None:
-    """Observe the contents of blocks in each worker that this process creates."""
-    from ..engines.vllm_classes import worker_wrapper
-
-    wrapper = worker_wrapper()
-    original = wrapper.initialize_from_config
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        try:
-            _observe_once_warm(self.worker)
-        except Exception as error:  # serving goes on unobserved
-            logger.warning("kvledger does not check the contents of blocks: %r", error)
-        return result
-
-    setattr(initialize_from_config, _MARK, True)
-    wrapper.initialize_from_config = initialize_from_config
-
-
-def _observe_once_warm(worker: Any) -> None:
+def observe_once_warm(worker: Any) -> None:
     """Observe a worker when its warm-up has returned."""
     original = worker.compile_or_warm_up_model
     if hasattr(original, _MARK):

@@ -1,11 +1,12 @@
 """The plugin that vLLM calls in every process that loads plugins.
 
 It is inert unless ``KVLEDGER_DIR`` is set; ``KVLEDGER_LEVEL=blocks`` observes the block pool as well. It
-wraps two functions, and a third at level ``content`` (``content_plugin.py``). Only an EngineCore calls
-``SchedulerConfig.get_scheduler_cls``, just before it creates its scheduler, so out-of-tree schedulers are
-observed too and other processes do no work. ``KVConnectorFactory.create_connector`` creates the worker side
-of a KV connector in a worker process, which gets its own journal. The end of an engine is in
-``engine_end.py``. vLLM does not catch what a plugin function raises (``vllm/plugins/__init__.py``), so
+wraps three functions. Only an EngineCore calls ``SchedulerConfig.get_scheduler_cls``, just before it creates
+its scheduler, so out-of-tree schedulers are observed too and other processes do no work.
+``KVConnectorFactory.create_connector`` creates the worker side of a KV connector in a worker process, which
+gets its own journal. ``WorkerWrapperBase.initialize_from_config`` gives a worker its KV caches: from then on
+its weights are observed, and at level ``content`` its blocks (``content_plugin.py``). The end of an engine is
+in ``engine_end.py``. vLLM does not catch what a plugin function raises (``vllm/plugins/__init__.py``), so
 :func:`install` must not raise.
 """
 
@@ -88,11 +89,7 @@ def _install() -> None:
     setattr(get_scheduler_cls, _MARK, True)
     config.get_scheduler_cls = get_scheduler_cls
     _observe_workers()
-    _note_workers()
-    if os.environ.get("KVLEDGER_LEVEL") == "content":
-        from .content_plugin import observe_contents_of_workers
-
-        observe_contents_of_workers()
+    _see_workers()
     engine_end.give_time()
 
 
@@ -121,10 +118,9 @@ def _observe_workers() -> None:
     factory.create_connector = create_connector
 
 
-def _note_workers() -> None:
-    """Note the workers that this process makes: their models load weights."""
+def _see_workers() -> None:
+    """See each worker that this process makes, once it has its KV caches."""
     from ..engines.vllm_classes import worker_wrapper
-    from ..engines.weights_watch import worker_made
 
     wrapper = worker_wrapper()
     original = wrapper.initialize_from_config
@@ -132,10 +128,29 @@ def _note_workers() -> None:
     @functools.wraps(original)
     def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        worker_made(self.worker)
+        try:
+            _see_worker(self.worker)
+        except Exception as error:  # serving goes on unobserved
+            logger.warning("kvledger does not observe this worker: %s: %s", type(error).__name__, error)
         return result
 
     wrapper.initialize_from_config = initialize_from_config
+
+
+def _see_worker(worker: Any) -> None:
+    """Observe the weights of a worker, and at level ``content`` its blocks."""
+    from ..engines import host_version
+    from ..engines.weights_watch import worker_made
+    from ..engines.worker_weights import WorkerCalls
+
+    is_content = os.environ.get("KVLEDGER_LEVEL") == "content"
+    worker_made(worker)
+    if worker.vllm_config.parallel_config.world_size > 1:
+        WorkerCalls(worker, lambda: recorder_in_folder("worker"), host_version(), digests=is_content)
+    if is_content:
+        from .content_plugin import observe_once_warm
+
+        observe_once_warm(worker)
 
 
 def observe_worker(connector: Any, config: Any) -> object | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..engines.weights_watch import mark_weights
 from ..ledger.account import Account
+from ..ledger.weights import Weights
 from ..ledger.weights_of_requests import WeightsUsed, weights_used
 
 __all__ = ["WeightsOfRequest", "mark_weights", "weights_of_request"]
@@ -23,9 +24,9 @@ class WeightsOfRequest(WeightsUsed, frozen=True):
         return _mask(self.unknown, self.output_tokens)
 
 
-def weights_of_request(account: Account) -> WeightsOfRequest:
+def weights_of_request(weights: Weights, account: Account) -> WeightsOfRequest:
     """Under which weights the tokens of a request were computed; of a session, those of its present turn."""
-    used = weights_used(account)
+    used = weights_used(weights, account)
     return WeightsOfRequest(**{name: getattr(used, name) for name in used.__struct_fields__})
 
 

@@ -109,6 +109,10 @@ def _by_cause(name: str, group: str, help: str) -> Counter:
     return Counter(f"kvledger_{name}_tokens", group, help, "cause", by_cause=True)
 
 
+def _by_tier(name: str, help: str) -> Counter:
+    return Counter(f"kvledger_{name}_by_tier_tokens", "External tokens", help, "tier", by_cause=True)
+
+
 def _first_token(account: Account) -> int | None:
     return None if account.first_token is None else sum(account.first_token)
 
@@ -371,6 +375,53 @@ FIGURES: tuple[Figure, ...] = (
                 "External tokens that were promised and failed or were cancelled, by cause.",
             ),
         ),
+    ),
+    Figure(
+        "promised_by_tier",
+        "of these, tokens whose tier was asked for",
+        Slot("promised_by_tier"),
+        causes=tuple(causes.TIERS),
+        part_of="promised",
+        counters=(
+            _by_tier(
+                "external_promised",
+                "External tokens that the connector promised, by the tier that it reported.",
+            ),
+        ),
+    ),
+    Figure(
+        "loaded_by_tier",
+        "loaded tokens whose tier was asked for",
+        Slot("loaded_by_tier"),
+        causes=tuple(causes.TIERS),
+        part_of="loaded",
+        counters=(
+            _by_tier(
+                "external_loaded",
+                "External tokens that were loaded, by the tier that the connector reported.",
+            ),
+        ),
+    ),
+    Figure(
+        "voided_by_tier",
+        "tokens that failed or were cancelled and whose tier was asked for",
+        Slot("voided_by_tier"),
+        causes=tuple(causes.TIERS),
+        part_of="voided",
+        counters=(
+            _by_tier(
+                "external_voided",
+                "External tokens that failed or were cancelled, by the tier that the connector reported.",
+            ),
+        ),
+    ),
+    Figure(
+        "loaded_again_by_tier",
+        "repeat loads whose tier was asked for",
+        Slot("loaded_again_by_tier"),
+        causes=tuple(causes.TIERS),
+        part_of="loaded_again",
+        counters=(_by_tier("loaded_again", "Repeat loads, by the tier that the connector reported."),),
     ),
     # the weights that KV was computed under, once they have changed
     Figure(

@@ -162,6 +162,12 @@ def _blocks_sketched(event: ev.BlocksSketched) -> str:
     return ""
 
 
+def _tiers_reported(event: ev.TiersReported) -> str:
+    if len(event.tiers) != len(event.tokens):
+        return f"{len(event.tiers)} tiers have {len(event.tokens)} numbers of tokens"
+    return _too_large("tokens", event.tokens)
+
+
 def _in_rows_of(length: int, name: str, numbers: Sequence[int]) -> str:
     if len(numbers) % length:
         return f"{name} does not hold {length} numbers for each block"
@@ -281,6 +287,7 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.BlocksCached: lambda event: _cached_rows("rows", event.rows),
     ev.BlockCopied: _block_copied,
     ev.BlocksPromised: _blocks_promised,
+    ev.TiersReported: _tiers_reported,
     pool_calls.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
     pool_calls.BlocksTouched: _references,
     pool_calls.BlocksFreed: _references,

@@ -14,6 +14,7 @@ from ..events import RequestLabels
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
 from .statements import AccountStatement, Line, RemovedRange, Settlement
+from .tiers import tokens_by_tier
 from .weights import Sampled
 
 
@@ -43,6 +44,7 @@ class Account:
         "in_flight_tokens",
         "incomplete",
         "invalid_hits",
+        "labelled",
         "labels",
         "later_tokens",
         "life",
@@ -95,6 +97,7 @@ class Account:
         "steady_scheduled",
         "suspect_outputs",
         "suspense",
+        "tiered",
         "traceparent",
         "transferred",
         "unknown",
@@ -224,6 +227,8 @@ class Account:
         """External tokens loaded in all lives."""
         self.voided: dict[str, int] = {}
         """External tokens that failed or were cancelled, by cause."""
+        self.tiered = False
+        """Whether the connector reported the tiers of any life's external tokens."""
         self.sampled_misses: dict[str, int] = {}
         """Of one in sixteen contents, blocks that the first hit did not cover, by what became of each."""
         self.outputs = 0
@@ -232,6 +237,8 @@ class Account:
         """Those of them whose step read KV of older weights, by how much older."""
         self.sampled_by: list[Sampled] = []
         """Under which weights the outputs were sampled, by position; empty: before the first change."""
+        self.labelled: list[tuple[int, str]] = []
+        """From which position on the engine's output calls the weights so; empty: the label stayed."""
         self.older_hits: dict[str, int] = {}
         """Local hits of all lives on KV of older weights, by how much older."""
         self.older_loads: dict[str, int] = {}
@@ -262,6 +269,26 @@ class Account:
         """Scheduled steps up to which a steady account is posted; -1: the account is not steady."""
         self.steady_delivered = -1
         """Delivered steps up to which a steady account is posted; -1: the account is not steady."""
+
+    @property
+    def promised_by_tier(self) -> dict[str, int]:
+        """External tokens promised, by tier, of the lives whose tiers were reported; so the next three."""
+        return tokens_by_tier(self.lives, "external") if self.tiered else {}
+
+    @property
+    def loaded_by_tier(self) -> dict[str, int]:
+        """External tokens loaded, by tier."""
+        return tokens_by_tier(self.lives, "loaded") if self.tiered else {}
+
+    @property
+    def voided_by_tier(self) -> dict[str, int]:
+        """External tokens that failed or were cancelled, by tier."""
+        return tokens_by_tier(self.lives, "lost_external") if self.tiered else {}
+
+    @property
+    def loaded_again_by_tier(self) -> dict[str, int]:
+        """Repeat loads, by tier."""
+        return tokens_by_tier(self.lives, "loaded_again") if self.tiered else {}
 
     def waits(self, until: int) -> Iterator[tuple[int, int]]:
         """Start and end of every time that the request spent without a life.

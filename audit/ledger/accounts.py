@@ -72,7 +72,7 @@ def close_account(state: LedgerState, request: int, account: Account) -> None:
     state.living.pop(request, None)
     state.queue.waiting.pop(request, None)
     state.transfers.closed(request)
-    if state.counted is None or state.counted(account):
+    if state.is_counted(account):
         state.sums.ended.add(account)
     if state.keep_closed:
         state.closed[account.request_id] = account
@@ -163,7 +163,7 @@ def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None
     )
     account.settled = True
     account.settlements.append(settlement)
-    if state.weights.version:
+    if state.weights.stage:
         settle_weights(state.weights, account)
     state.entries.append(Entry(state.number, state.step, state.at, settlement, account))
     if account.lines is not None:

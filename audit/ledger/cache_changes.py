@@ -109,7 +109,7 @@ class CacheChanges:
 
     def _cached(self, event: ev.BlocksCached) -> None:
         contents = self._contents(event)
-        for request, block, hash_id, _ in contents.cached(event):
+        for request, _, block, hash_id, _ in contents.cached(event):
             if event.replaced:
                 self._drop(event, block)
             held = contents.hashes.get(block, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import events as ev
+from ..bounded_tables import keep_newest
 from .blocks.ledger import BlockLedger
 from .blocks.provenance import EVERY, lacking
 
@@ -46,8 +47,7 @@ class ContentState:
         elif isinstance(event, ev.Admitted) and event.external_tokens > 0:
             self.loading_requests.pop(event.request, None)
             self.loading_requests[event.request] = event.step
-            if len(self.loading_requests) > max(1024, blocks):
-                del self.loading_requests[next(iter(self.loading_requests))]
+            keep_newest(self.loading_requests, max(1024, blocks))
 
     def loads_into(self, holdings: BlockLedger, block: int, allocated: tuple[int, int]) -> bool:
         """Whether a load was to fill a block since its allocation, and is not known to have failed."""

@@ -117,6 +117,20 @@ class OlderOutputs(NamedTuple):
     version: int
 
 
+class OutputsMislabelled(NamedTuple):
+    """Output tokens of a request that ended, which the engine's output says are of the weights ``label``.
+
+    ``start`` to ``end``: the engine's span. The steps of ``tokens`` of them read KV of ``oldest`` and later.
+    """
+
+    label: str
+    start: int
+    end: int
+    tokens: int
+    oldest: int
+    version: int
+
+
 class ResetRefused(NamedTuple):
     """The engine refused to reset the prefix cache after a change of weights, in ``step``, and a request hit.
 
@@ -126,6 +140,22 @@ class ResetRefused(NamedTuple):
     step: int
     version: int
     tokens: int
+
+
+class WorkersDiffer(NamedTuple):
+    """A step runs though a call that changes weights had other outcomes on some workers than on others.
+
+    ``call`` is the number of the call of ``by``, ``version`` that of the weights since. ``with_new`` are the
+    ranks of the workers that have them, ``without`` those that do not: the call ``raised`` there, or left all
+    weights as they were.
+    """
+
+    by: str
+    call: int
+    version: int
+    with_new: list[int]
+    without: list[int]
+    raised: bool
 
 
 class Stalled(NamedTuple):
@@ -418,7 +448,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | FailedBlocksKept
         | StaleKV
         | OlderOutputs
+        | OutputsMislabelled
         | ResetRefused
+        | WorkersDiffer
         | Stalled
         | StoodStill
         | Misqueued

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from .. import events as ev
+from ..bounded_tables import keep_newest
 from ..figures.sums import add_tokens
 from .cache_changes import CLEARED, STORED, CacheChanges, Change
 from .kv_counts import KINDS, KVEventCounts
@@ -229,9 +230,8 @@ class KVComparison:
             self.lost.pop(hash_id, None)
             if lost:
                 self.lost[hash_id] = change
-        for table in (self.lost, self.lost_changes):
-            while len(table) > MOST:
-                del table[next(iter(table))]  # type: ignore[arg-type]
+        keep_newest(self.lost, MOST)
+        keep_newest(self.lost_changes, MOST)
         if lost:
             self.lost_changes[change] = None
 

@@ -28,6 +28,7 @@ from .statements import AccountStatement
 from .steps import STEPS
 from .transfer_fingerprints import CUSTODY, follow_waiting
 from .unchanged_steps import activate_all, open_accounts
+from .weights_of_workers import step_runs
 from .weights_postings import WEIGHTS, admitted, loaded
 
 
@@ -79,6 +80,8 @@ class Ledger(LedgerState):
             post(self, event)
         if self.custody.waiting and kind is ev.Stepped:
             follow_waiting(self)
+        if self.weights.differing and kind in (ev.Stepped, ev.Repeated):
+            step_runs(self)
         if kind is ev.PoolReset:
             self.sketches.forget()
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
@@ -90,9 +93,9 @@ class Ledger(LedgerState):
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)
-        if self.weights.version and isinstance(event, ev.Admitted):
+        if self.weights.stage and isinstance(event, ev.Admitted):
             admitted(self, event)
-        elif self.weights.version and isinstance(event, ev.LoadFinished) and event.request in self.living:
+        elif self.weights.stage and isinstance(event, ev.LoadFinished) and event.request in self.living:
             loaded(self, self.living[event.request])
         return self.entries
 

@@ -80,6 +80,8 @@ class LedgerState:
         """Steps scheduled so far."""
         self.delivered_steps = 0
         """Steps whose output has come so far."""
+        self.failed_blocks: list[int] = []
+        """Blocks that failed to load, as the output says that comes next."""
         self.skip_deliveries = 0
         """Outputs still to skip, because their steps were scheduled before the trace began."""
         self.steps_in_flight_known = True
@@ -145,3 +147,7 @@ class LedgerState:
         how many of them an asynchronous load was still to bring. None if the account is unknown."""
         self.finished_transfers: dict[str, None] = {}
         """Ids of the requests whose transfers the workers last reported as finished."""
+
+    def is_counted(self, account: Account) -> bool:
+        """Whether the account of an ended request is added to the sums."""
+        return self.counted is None or self.counted(account)

@@ -53,6 +53,7 @@ class Life:
         "invalid_from",
         "load_ended_at",
         "loaded",
+        "loaded_again",
         "local",
         "made",
         "missing_blocks",
@@ -71,6 +72,7 @@ class Life:
         "scheduled",
         "shared_to",
         "step_tokens",
+        "tiers",
         "voided",
         "voids",
     )
@@ -96,6 +98,10 @@ class Life:
         """Promised blocks that no load filled, as far as known."""
         self.loaded = 0
         """External tokens loaded."""
+        self.loaded_again = 0
+        """Those of them over positions that had KV before."""
+        self.tiers: dict[str, int] = {}
+        """The promised tokens by tier, as the connector reported them; empty: it reported none."""
         self.voided: dict[str, int] = {}
         """External tokens that failed or were cancelled, by cause."""
         self.voids: list[tuple[int, int, str]] = []
@@ -138,6 +144,11 @@ class Life:
         """Cause of the end; empty while the life lasts."""
         self.load_ended_at = -1
         """Time when an asynchronous load finished or failed; -1: not yet, or no such load."""
+
+    @property
+    def lost_external(self) -> int:
+        """External tokens that failed or were cancelled."""
+        return sum(self.voided.values())
 
     @property
     def pending(self) -> int:

@@ -277,8 +277,9 @@ def _extended(state: LedgerState, event: ev.Extended) -> None:
     if account.incomplete and not account.settled:
         settle(state, account)
     unreported(state, account)
-    end_turn(account, event.turn_tokens)
+    end_turn(state.weights, account, event.turn_tokens)
     account.sampled_by = []
+    account.labelled = []
     account.positions.truncate(event.computed_tokens)
     account.carried = min(event.computed_tokens, event.prompt_tokens)  # of an overcounted turn, all of it
     account.prompt_tokens = account.sequence_tokens = event.prompt_tokens
@@ -318,8 +319,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     unreported(state, account)
     cut_off(state, account, event.sequence_tokens)
     if account.sampled_by:
-        finished(state, account)
-    end_turn(account, event.sequence_tokens)
+        finished(state, account, event.sequence_tokens)
+    end_turn(state.weights, account, event.sequence_tokens)
     enter(state, event, account)
     if state.blocks.demand.known(event.request):
         end_wait(state, account)

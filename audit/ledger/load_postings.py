@@ -5,14 +5,23 @@ What workers did with promised blocks is kept in ``transfers.py``; this file pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import causes
 from .. import events as ev
+from ..bounded_tables import keep_newest
 from ..figures.sums import add_tokens
 from .account import Account
-from .accounts import account_of, add_line, enter, enter_computed, find_account, roll_back
+from .accounts import (
+    account_of,
+    add_line,
+    enter,
+    enter_computed,
+    enter_subjects,
+    find_account,
+    roll_back,
+)
 from .counting_rules import load_failed
 from .entries import Entry, ExternalTokensLost, FailedBlocksKept, Handover, Overdue, Unpromised, Unsaved
 from .ledger_state import LedgerState
@@ -79,6 +88,41 @@ def _load_failed(state: LedgerState, event: ev.LoadFailed) -> None:
     enter(state, event, account)
 
 
+def _blocks_failed(state: LedgerState, event: ev.BlocksFailed) -> None:
+    """Blocks failed. Post what the step whose output comes loaded for lives that have ended since.
+
+    The engine's answer for lives that last comes next, see :func:`note_unanswered`.
+    """
+    enter(state, event)
+    if state.skip_deliveries or not state.undelivered:
+        return
+    blocks = state.failed_blocks = event.blocks
+    for account, _, _ in state.undelivered[0].values():
+        flight = account.in_flight[0] if account.in_flight else None
+        if flight is None or not flight.life.ended_by or flight.life.delivered or flight.life.asynchronous:
+            continue
+        life, promise = flight.life, state.transfers.of_life(account.request, flight.life)
+        enter_subjects(state, state.blocks.load_failed(account.request, life, blocks), state.step)
+        if promise is None or life.ended_by not in causes.PREEMPTIONS:
+            continue
+        failed = [block for block in promise.blocks if block in blocks]
+        if failed:
+            flight.invalid_from = promise.position(failed[0])
+            _take_back(state, [promise.unkept(failed, "")], causes.FAILED)
+            account.positions.revoke(flight.invalid_from, life.number)
+
+
+def note_unanswered(state: LedgerState, account: Account, life: Life) -> None:
+    """The output of a load came. Make an entry if blocks of it failed and the engine did nothing about it."""
+    promise = state.transfers.of_life(account.request, life)
+    if promise is None or life.asynchronous or life.delivered or life.ended_by or life.invalid_from >= 0:
+        return
+    failed = [block for block in promise.blocks if block in state.failed_blocks]
+    if failed:
+        subject = FailedBlocksKept(promise.position(failed[0]), account.computed, failed)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
+
+
 def _compare_failed_blocks(state: LedgerState, account: Account, life: Life, event: ev.LoadFailed) -> None:
     """Make an entry if the engine keeps positions of a promised block that failed."""
     promise = state.transfers.promises.get(event.request)
@@ -110,8 +154,7 @@ def _worker_stepped(state: LedgerState, event: ev.WorkerStepped) -> None:
 def _compare_work(state: LedgerState, event: ev.WorkerStepped) -> None:
     """Make entries of loads that were not promised, and of saves that were not waited for."""
     state.finished_transfers.update(dict.fromkeys((*event.received, *event.sent)))
-    while len(state.finished_transfers) > FINISHED_TRANSFERS_KEPT:
-        del state.finished_transfers[next(iter(state.finished_transfers))]
+    keep_newest(state.finished_transfers, FINISHED_TRANSFERS_KEPT)
     some_unknown = any(account.unknown is not None for account in state.living.values())
     blocks = [] if some_unknown or not _promises_reported(state) else state.transfers.unpromised(event)
     subjects: list[Unpromised | Unsaved] = []
@@ -129,22 +172,26 @@ def _promises_reported(state: LedgerState) -> bool:
     return settings.get("groups") == 1 and not settings.get("deferred_loads", True)
 
 
-def _take_back(state: LedgerState, unkept: Iterator[UnkeptPromise]) -> None:
+def _take_back(state: LedgerState, unkept: Iterable[UnkeptPromise], cause: str = causes.NEVER_LOADED) -> None:
     """Post the tokens that a worker did not load as lost, even if they were posted as loaded."""
     for account, life, start, by_worker, blocks in unkept:
         find_account(state, account.request)
-        end = life.pending_end
+        loaded_end = life.local + life.loaded
+        end = life.pending_end if life.pending else loaded_end
+        if start < loaded_end:
+            hit_end = min(loaded_end, max((each.local for each in account.lives[life.number :]), default=0))
+            first_hit = account.positions.withdraw(start, hit_end, life.number)
+            account.hit_again -= first_hit
+            withdrawn = first_hit + account.positions.withdraw(max(start, hit_end), loaded_end, life.number)
+            account.loaded_again -= loaded_end - start - withdrawn
+            life.loaded_again -= loaded_end - start - withdrawn
+            account.loaded -= loaded_end - start
+            life.loaded -= loaded_end - start
         if life.pending:
-            life.pending_end = start = max(start, life.pending_start)
-        else:
-            end = life.local + life.loaded
-            withdrawn = account.positions.withdraw(start, end, life.number)
-            account.loaded_again -= end - start - withdrawn
-            account.loaded -= end - start
-            life.loaded -= end - start
+            life.pending_end = max(start, life.pending_start)
         life.missing_blocks = blocks
         if start < end:
-            lose_external(state, account, life, start, end, causes.NEVER_LOADED, by_worker)
+            lose_external(state, account, life, start, end, cause, by_worker)
 
 
 def resolve(state: LedgerState, account: Account, life: Life) -> None:
@@ -164,9 +211,11 @@ def load(state: LedgerState, account: Account, life: Life, upto: int, cause: str
     gaps = account.positions.fill(start, upto, EXTERNAL, life.number)
     again = upto - start - sum(high - low for low, high in gaps)
     account.loaded_again += again
+    life.loaded_again += again
     account.loaded += upto - start
     life.loaded += upto - start
     if upto > start:
+        state.weights.handed_over = state.weights.handed_over or account.transferred
         note = f"loaded {upto - start} external tokens"
         add_line(state, account, f"{note} (repeat load: {again})" if again else note)
     if upto < end:
@@ -213,6 +262,16 @@ def _save_planned(state: LedgerState, event: ev.SavePlanned) -> None:
     account = account_of(state, event.request)
     account.saved_tokens = max(account.saved_tokens, event.end)
     add_line(state, account, f"save ordered for positions {event.start} to {event.end}")
+    enter(state, event, account)
+
+
+def _tiers_reported(state: LedgerState, event: ev.TiersReported) -> None:
+    account = account_of(state, event.request)
+    if account.life is not None:
+        account.tiered = True
+        account.life.tiers = {}
+        for tier, tokens in zip(event.tiers, event.tokens, strict=True):
+            add_tokens(account.life.tiers, tier, tokens)
     enter(state, event, account)
 
 
@@ -272,6 +331,7 @@ LOADS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.LoadPlanned: _load_planned,
     ev.LoadFinished: _load_finished,
     ev.LoadFailed: _load_failed,
+    ev.BlocksFailed: _blocks_failed,
     ev.SavePlanned: _save_planned,
     ev.FreeDelayed: _free_delayed,
     ev.FreeCompleted: _free_completed,
@@ -279,5 +339,6 @@ LOADS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.BlocksPromised: _blocks_promised,
     ev.WorkerStepped: _worker_stepped,
     ev.StoreKeys: _store_keys,
+    ev.TiersReported: _tiers_reported,
 }
 """Postings by event."""

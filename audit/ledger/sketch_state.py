@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..bounded_tables import take_oldest
+
 DIGITS_KEPT = 128 << 20
 """The most hexadecimal digits of sketches that are kept; the oldest are dropped first."""
 
@@ -44,7 +46,7 @@ class SketchState:
         self.kept[key] = (*computed,)
         self.digits += len(computed.sketch)
         while self.digits > DIGITS_KEPT:
-            self.digits -= len(self.kept.pop(next(iter(self.kept)))[-1])
+            self.digits -= sum(len(one[-1]) for one in take_oldest(self.kept))
 
     def forget(self) -> None:
         """What follows can't be compared with what was computed before."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import events as ev
-from ..causes import LOAD_FAILED
+from ..causes import LOAD_FAILED, PAST_STOP
 from .account import Account
 from .accounts import (
     account_of,
@@ -27,7 +27,7 @@ from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
 from .executed_tokens import execute, execute_invalid
 from .ledger_state import LedgerState
 from .life import InFlight, Life
-from .load_postings import resolve
+from .load_postings import note_unanswered, resolve
 from .step_clock import UNIT, prefill_parts, share
 from .token_times import PREFILL_PLACE, first_token
 from .unchanged_steps import activate, is_steady, make_steady
@@ -179,6 +179,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
         if account.closed_at >= 0 or flight.overrun:
             if account.closed_at < 0 and accepted:
                 _reject_past_stop(state, account, flight)
+                _take_past_output(state, account, flight)
             continue
         life = flight.life
         sampled = account.sampled
@@ -189,6 +190,8 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 continue
             tokens -= _reject(state, account, flight, rejected, accepted)
         if not life.delivered:
+            if state.failed_blocks:
+                note_unanswered(state, account, life)
             life.delivered = True
             if life.pending:
                 resolve(state, account, life)
@@ -203,7 +206,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 life.own_at_output = life.own
             if life.number > 1:
                 _compare_position(state, account, flight)
-            if state.weights.version:
+            if state.weights.stage:
                 note_output(state.weights, account, flight)
             account.sequence_tokens += sampled
             if not account.settled:
@@ -214,6 +217,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
                 settle_if_attained(state, account)
             if sampled == tokens == 1 and not flight.drafts and is_steady(state, account):
                 newly_steady.append(account)
+    state.failed_blocks = []
     for account in newly_steady:
         make_steady(state, account)
 
@@ -258,6 +262,8 @@ def _begin_lower(account: Account, flight: InFlight, rejected: int) -> None:
     for later in account.in_flight:
         # A step that was scheduled after a failed load starts at the count that the failure left.
         same_count = later.life is flight.life and (later.invalid_from < 0) == (flight.invalid_from < 0)
+        # So does a step of a session's next turn, at the count that the stop left.
+        same_count = same_count and later.overrun == flight.overrun
         if same_count and later.start > flight.start:
             later.start -= rejected
 
@@ -265,13 +271,33 @@ def _begin_lower(account: Account, flight: InFlight, rejected: int) -> None:
 def _reject_past_stop(state: LedgerState, account: Account, flight: InFlight) -> None:
     """Output of a step past the stop of a session's turn was delivered, as vLLM before 0.22 does.
 
-    The step is overrun, but the engine subtracts its rejected drafts from the count.
+    The step is overrun, but the engine subtracts its rejected drafts from the count. If a step of the next
+    turn has been scheduled at this count, the one after it computes as many tokens again.
     """
     if flight.drafts and account.sampled > 0 and flight.life is account.life:
         rejected = max(0, flight.drafts - account.sampled + state.sampled_beside_drafts)
+        if account.in_flight and not account.in_flight[-1].overrun:
+            _compute_again(account, account.computed, rejected, PAST_STOP)
         account.computed -= rejected
         add_line(state, account, "rejected drafts", debit=rejected)
         _begin_lower(account, flight, rejected)
+
+
+def _take_past_output(state: LedgerState, account: Account, flight: InFlight) -> None:
+    """Output of a step past the stop of a session's turn was delivered when the next turn had begun.
+
+    The engine takes its tokens for those of the next turn.
+    """
+    end = flight.start + flight.tokens
+    if (
+        account.sampled > 0
+        and account.life is not None
+        and not flight.drafts
+        and end < account.sequence_tokens
+    ):
+        subject = SampledTwice(end, account.sequence_tokens)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
+        account.sequence_tokens += account.sampled
 
 
 def _reject_again(state: LedgerState, account: Account, rejected: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..bounded_tables import take_oldest
+
 DIGITS_KEPT = 64 << 20
 """The most digits of stored fingerprints that are kept; the oldest are dropped first."""
 
@@ -64,8 +66,8 @@ class CustodyState:
         if len(versions) > VERSIONS_KEPT:
             self.digits -= len(versions.pop(0)[0])
         while self.digits > DIGITS_KEPT:
-            oldest = next(iter(self.stored))
-            self.digits -= sum(len(version[0]) for version in self.stored.pop(oldest))
+            oldest = take_oldest(self.stored)
+            self.digits -= sum(len(version[0]) for versions in oldest for version in versions)
 
     def keep_foreign(self, load: ForeignLoad) -> None:
         """Keep a load, as long as there is room; a load without room stays uncompared."""

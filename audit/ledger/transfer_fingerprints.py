@@ -195,7 +195,7 @@ def differences(prints: str, versions: Sequence[str]) -> tuple[str, tuple[int, .
     nearest = min((_differing(rows, _parts(version)) for version in versions), key=len)
     layers = tuple(sorted({layer for layer, _ in nearest}))
     sides = {side for _, side in nearest}
-    part = "both" if len(sides) == 2 else ("keys", "values")[next(iter(sides))]
+    part = "both" if len(sides) == 2 else ("keys", "values")[min(sides)]
     return ("zeros" if layers and set(layers) <= set(empty) else "other"), layers, part
 
 

@@ -88,6 +88,8 @@ class WorkerTransfers:
     def __init__(self) -> None:
         self.promises: dict[int, Promise] = {}
         """Open promises, by request number."""
+        self.earlier: dict[int, Promise] = {}
+        """By request number: the promise of a life that ended while a step in flight loads for it."""
         self.steps: dict[int, int] = {}
         """The last step of each worker, by rank."""
         self.aligned: dict[int, bool] = {}
@@ -101,15 +103,25 @@ class WorkerTransfers:
         """Note the blocks promised to a life."""
         self.recent.append(event.blocks)
         if account.life is not None:
+            earlier = self.promises.get(event.request)
+            if earlier is not None and not earlier.life.delivered:
+                self.earlier[event.request] = earlier
             self.promises[event.request] = Promise(account, account.life, event)
+
+    def of_life(self, request: int, life: Life) -> Promise | None:
+        """The promise of a life whose first output has not come."""
+        promises = self.promises.get(request), self.earlier.get(request)
+        return next((each for each in promises if each is not None and each.life is life), None)
 
     def closed(self, request: int) -> None:
         """Drop the promise of an ended request."""
         self.promises.pop(request, None)
+        self.earlier.pop(request, None)
 
     def forget(self) -> None:
         """Drop all promises, because events were lost."""
         self.promises.clear()
+        self.earlier.clear()
         self.events_lost = True
 
     def worked(self, event: ev.WorkerStepped) -> Iterator[UnkeptPromise]:

@@ -27,7 +27,7 @@ def is_steady(state: LedgerState, account: Account) -> bool:
         plain = flight.life is life and flight.tokens == 1 and not flight.drafts and flight.weights is None
         if not plain or flight.overrun or flight.invalid_from >= 0 or flight.start != at + place:
             return False
-    if state.weights.version and not is_noted(state.weights, account):
+    if state.weights.stage and not is_noted(state.weights, account):
         return False
     last = rows[-1]
     return (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -18,22 +19,22 @@ def adapter_of(account: Account) -> str:
 
 
 def oldest_of(life: Life) -> int:
-    """The oldest version in the chain of a life's last position."""
+    """The oldest stage in the chain of a life's last position."""
     return life.made[-1][2] if life.made else BEFORE[2]
 
 
 def weights_of(weights: Weights, account: Account, flight: InFlight) -> tuple[int, int]:
-    """The version of the weights of a step in flight, and the oldest one in the chain of what it reads."""
+    """The stage of a step in flight, and the oldest one in the chain of what it reads."""
     return flight.weights or (weights.of(adapter_of(account)), oldest_of(flight.life))
 
 
 def note_output(weights: Weights, account: Account, flight: InFlight) -> None:
     """An output comes: note under which weights it was sampled, if they are others than before."""
-    version, oldest = weights_of(weights, account, flight)
-    rows = account.sampled_by
-    if not rows or rows[-1][1:3] != (version, oldest):
-        age = weights.age(adapter_of(account), version, oldest)
-        rows.append((account.sequence_tokens, version, oldest, age))
+    stage, oldest = weights_of(weights, account, flight)
+    rows, adapter = account.sampled_by, adapter_of(account)
+    if not rows or rows[-1][1:3] != (stage, oldest):
+        age = weights.age(adapter, stage, oldest)
+        rows.append((account.sequence_tokens, stage, oldest, age, weights.version_of(adapter, stage)))
 
 
 def is_noted(weights: Weights, account: Account) -> bool:
@@ -43,40 +44,48 @@ def is_noted(weights: Weights, account: Account) -> bool:
     return bool(account.sampled_by) and account.sampled_by[-1][1:3] == now
 
 
-def outputs(account: Account, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Start, end, version, oldest version and age of the output tokens below ``end``, by position."""
-    rows: list[Sampled] = [(account.prompt_tokens, *BEFORE[1:], 0), *account.sampled_by]
-    for place, (start, version, oldest, age) in enumerate(rows):
+def age_outputs(weights: Weights, account: Account) -> None:
+    """A look has found a change: note anew how old the KV of the outputs is."""
+    adapter = adapter_of(account)
+    account.sampled_by = [
+        (start, stage, oldest, weights.age(adapter, stage, oldest), weights.version_of(adapter, stage))
+        for start, stage, oldest, _, _ in account.sampled_by
+    ]
+
+
+def outputs(account: Account, end: int) -> Iterator[tuple[int, int, Sampled]]:
+    """Start and end of the output tokens below ``end``, by position, and the weights that sampled them."""
+    rows: list[Sampled] = [(account.prompt_tokens, *BEFORE[1:], 0, 0), *account.sampled_by]
+    for place, row in enumerate(rows):
         stop = min(rows[place + 1][0] if place + 1 < len(rows) else end, end)
-        if start < stop:
-            yield start, stop, version, oldest, age
+        if row[0] < stop:
+            yield row[0], stop, row
 
 
 def first_version(account: Account) -> int | None:
-    """The version of the weights under which the first output was sampled; None: there was none."""
+    """The version of the weights that sampled the first output; None: there was none, or it is not known."""
     if not outputs_of(account):
         return None
-    return next((version for _, _, version, _, _ in outputs(account, account.sequence_tokens)), None)
+    first = next((row[4] for _, _, row in outputs(account, account.sequence_tokens)), None)
+    return None if first == UNKNOWN else first
 
 
-def suspect(account: Account, end: int) -> dict[str, int]:
-    """Output tokens below position ``end`` whose step read KV of older weights, by how much older."""
-    found = dict(account.suspect_outputs)
-    for start, stop, _, _, age in outputs(account, end):
-        if age:
-            add_tokens(found, age_cause(age), stop - start)
-    return found
+def count(weights: Weights, account: Account, figure: str, stage: int, oldest: int, tokens: int) -> int:
+    """Add tokens to a figure of the account if their KV is older than their stage; returns by how much."""
+    age = weights.age(adapter_of(account), stage, oldest)
+    if age:
+        add_tokens(getattr(account, figure), age_cause(age), tokens)
+    elif weights.looked:
+        weights.counted.append((account, figure, stage, oldest, tokens))
+    return age
 
 
 def settle_weights(weights: Weights, account: Account) -> None:
     """A prompt is settled: count its tokens whose KV is of older weights."""
-    adapter, life = adapter_of(account), account.life
-    if life is None:
-        return
-    for start, end, _, oldest in spans(life.made, account.carried, account.prompt_tokens):
-        age = weights.age(adapter, weights.of(adapter), oldest)
-        if age:
-            add_tokens(account.older_prompt, age_cause(age), end - start)
+    now, life = weights.of(adapter_of(account)), account.life
+    if life is not None:
+        for start, end, _, oldest in spans(life.made, account.carried, account.prompt_tokens):
+            count(weights, account, "older_prompt", now, oldest, end - start)
 
 
 def outputs_of(account: Account) -> int:
@@ -87,15 +96,19 @@ def outputs_of(account: Account) -> int:
 
 def suspect_of(account: Account) -> dict[str, int]:
     """Those of them whose step read KV of older weights, by how much older."""
-    return account.suspect_outputs if account.closed_at >= 0 else suspect(account, account.sequence_tokens)
+    found = dict(account.suspect_outputs)
+    for start, stop, row in outputs(account, account.sequence_tokens) if account.closed_at < 0 else ():
+        if row[3]:
+            add_tokens(found, age_cause(row[3]), stop - start)
+    return found
 
 
-def end_turn(account: Account, sequence_tokens: int) -> None:
+def end_turn(weights: Weights, account: Account, sequence_tokens: int) -> None:
     """A request or a session's turn ended: count its outputs."""
     end = sequence_tokens if sequence_tokens >= 0 else account.sequence_tokens
     account.outputs += max(0, end - account.prompt_tokens)
-    if account.sampled_by:
-        account.suspect_outputs = suspect(account, end)
+    for start, stop, row in outputs(account, end) if account.sampled_by else ():
+        count(weights, account, "suspect_outputs", *row[1:3], stop - start)
 
 
 def is_suspect(age: int) -> bool:
@@ -123,17 +136,56 @@ class WeightsUsed(msgspec.Struct, frozen=True):
     """Output tokens of which it is not known whether it did."""
 
 
-def weights_used(account: Account) -> WeightsUsed:
+def weights_used(weights: Weights, account: Account) -> WeightsUsed:
     """Under which weights the tokens of a request were computed; of a session, those of its present turn."""
     life = account.life or (account.lives[-1] if account.lives else None)
-    prompt = account.prompt_tokens
+    prompt, adapter = account.prompt_tokens, adapter_of(account)
     length = account.outputs if account.closed_at >= 0 and not account.resumable else outputs_of(account)
-    rows = [(start - prompt, end - prompt, *of) for start, end, *of in outputs(account, prompt + length)]
+    made = spans(life.made, 0, min(prompt, account.computed or prompt)) if life is not None else ()
+    sampled = [(start - prompt, end - prompt, row) for start, end, row in outputs(account, prompt + length)]
+    ages = [(start, end, weights.age(adapter, *row[1:3])) for start, end, row in sampled]
+    if life is not None and weights.handed_over and not weights.stage:
+        held = life.local + (life.loaded if account.transferred else 0)
+        if held:
+            return _handed_over(account, held, length)
     return WeightsUsed(
         request_id=account.request_id,
-        prompt=list(spans(life.made, 0, min(prompt, account.computed or prompt))) if life is not None else [],
-        output=[(start, end, version, oldest) for start, end, version, oldest, _ in rows],
+        prompt=_by_version(weights, adapter, made),
+        output=_by_version(weights, adapter, ((start, end, *row[1:3]) for start, end, row in sampled)),
         output_tokens=length,
-        suspect=[(start, end) for start, end, _, _, age in rows if is_suspect(age)],
-        unknown=[(start, end) for start, end, _, _, age in rows if age == UNKNOWN],
+        suspect=_joined((start, end) for start, end, age in ages if is_suspect(age)),
+        unknown=_joined((start, end) for start, end, age in ages if age == UNKNOWN),
     )
+
+
+def _handed_over(account: Account, held: int, outputs: int) -> WeightsUsed:
+    """The same, of an engine whose weights never changed: those of the engine that computed KV may have.
+
+    ``held``: positions whose KV was loaded, or hit in a cache in which loaded KV is.
+    """
+    prompt = account.prompt_tokens
+    rows = ((0, held, UNKNOWN, UNKNOWN), (held, prompt, 0, UNKNOWN))
+    whole = [(0, outputs)] if outputs else []
+    return WeightsUsed(
+        request_id=account.request_id,
+        prompt=[row for row in rows if row[0] < row[1]],
+        output=[(start, end, 0, UNKNOWN) for start, end in whole],
+        output_tokens=outputs,
+        suspect=[],
+        unknown=whole,
+    )
+
+
+def _by_version(weights: Weights, adapter: str, rows: Iterable[tuple[int, int, int, int]]) -> list[Span]:
+    """Ranges of stages as ranges of versions."""
+    return _joined((*row[:2], *(weights.version_of(adapter, stage) for stage in row[2:])) for row in rows)
+
+
+def _joined(rows: Iterable[Any]) -> list[Any]:
+    """Ranges whose other columns are equal and which touch are one."""
+    joined: list[Any] = []
+    for start, end, *of in rows:
+        if joined and joined[-1][1:] == (start, *of):
+            start = joined.pop()[0]
+        joined.append((start, end, *of))
+    return joined

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from .. import causes
 from .. import events as ev
 from ..figures.sums import add_tokens
 from .account import Account
 from .accounts import add_line, enter
 from .blocks import weights_of_blocks
 from .blocks.weights_of_blocks import HitWeights
-from .entries import Entry, OlderOutputs, ResetRefused, StaleKV
+from .entries import Entry, OlderOutputs, OutputsMislabelled, ResetRefused, StaleKV
 from .ledger_state import LedgerState
 from .life import Life
 from .unchanged_steps import activate_all
-from .weights import BEFORE, MODEL, UNKNOWN, age_cause, extend, spans
-from .weights_of_requests import adapter_of, is_suspect, oldest_of, outputs, weights_of
+from .weights import BEFORE, MODEL, STAGES, UNKNOWN, Sampled, Weights, extend, spans, version_words
+from .weights_of_requests import adapter_of, age_outputs, count, is_suspect, oldest_of, outputs, weights_of
+from .weights_of_workers import asked, worker_called
 
 HIT, LOAD = "hit", "load"
 """Where KV of older weights comes from."""
+
+FIGURES = {HIT: "older_hits", LOAD: "older_loads"}
+"""Where they are counted."""
 
 EQUAL = "equal"
 """Calls after which all weights were those of before, by a digest."""
@@ -30,49 +37,102 @@ CHANGES = (ev.DECLARED, ev.DETECTED, ev.POSSIBLE, ev.LABELLED, EQUAL)
 
 def _weights_changed(state: LedgerState, event: ev.WeightsChanged) -> None:
     weights, counted = state.weights, state.sums.weights_changes
+    if event.call and event.kind == ev.POSSIBLE and weights.loaded_in == state.step:
+        event = replace(event, kind=ev.DECLARED)  # a worker's model loaded weights in the call
+    weights.loaded_in = -1
     if event.changes and event.version > weights.version:
         _begin_version(state, event)
-        weights.possible.add(event.version)
-    if not event.changes:
+        weights.possible.add(weights.stage)
+    if event.kind == ev.LABELLED and state.engine and state.engine.configuration.get("output_labels"):
+        _label(state, event.label)
+    if event.call:
+        asked(weights, event)
+    if event.is_look and not event.changes:
+        _begin_stage(state, weights.stage + 1, MODEL)
+        weights.counted = []
+    elif not event.changes:
         add_tokens(counted, EQUAL if event.equal else event.kind, 1)
     elif not event.is_certain:
         add_tokens(counted, event.kind, 1)
-    elif event.version in weights.possible:
-        weights.possible.discard(event.version)
+    elif weights.stage in weights.possible:
+        weights.possible.discard(weights.stage)
         add_tokens(counted, event.kind, 1)
+    if event.is_look and event.changes:
+        _doubt_stage(state)
     enter(state, event)
 
 
-def _begin_version(state: LedgerState, event: ev.WeightsChanged) -> None:
-    """What is computed from here on is of other weights. Steps in flight keep those that they have."""
+def _label(state: LedgerState, label: str) -> None:
+    """The engine's output calls the weights so from the next token on."""
     activate_all(state)
-    weights = state.weights
-    accounts = [each for each in state.living.values() if event.adapter in ("", adapter_of(each))]
+    for account in state.living.values():
+        earlier = account.labelled or [(0, state.weights.label)]
+        account.labelled = [*earlier, (account.sequence_tokens, label)]
+    state.weights.label = label
+
+
+def _begin_version(state: LedgerState, event: ev.WeightsChanged) -> None:
+    """What is computed from here on is of other weights."""
+    weights, before = state.weights, state.weights.stage
+    stage = event.version * STAGES
+    if event.is_look:
+        weights.found[stage] = before
+    accounts = _begin_stage(state, stage, event.adapter)
     for account in accounts:
-        for flight in account.in_flight:
-            _begin(account, flight.life)
-            flight.weights = weights_of(weights, account, flight)
-    weights.version = event.version
-    weights.changes.setdefault(event.adapter, []).append(event.version)
-    for account in accounts:
-        if account.life is not None:
-            now = weights.of(adapter_of(account))
-            _begin(account, account.life)
-            extend(account.life.made, account.computed, now, now)
         whose = f"the weights of {event.adapter}" if event.adapter else "the weights"
         label = f" ({event.label})" if event.label else ""
-        add_line(state, account, f"{whose} changed: version {event.version}{label}")
+        when = " since the last look" if event.is_look else ""
+        add_line(state, account, f"{whose} changed{when}: version {event.version}{label}")
+
+
+def _begin_stage(state: LedgerState, stage: int, adapter: str) -> list[Account]:
+    """Keep apart what is computed from here on. Returns the accounts that run with weights of ``adapter``.
+
+    Steps in flight at a change run under the weights of before. Of those in flight at a look it is not known
+    whether they run before it, so they belong to the stage after it.
+    """
+    activate_all(state)
+    weights, is_look = state.weights, stage % STAGES > 0
+    accounts = [each for each in state.living.values() if adapter in (MODEL, adapter_of(each))]
+    for account in accounts:
+        for flight in () if is_look else account.in_flight:
+            _begin(account, flight.life)
+            flight.weights = weights_of(weights, account, flight)
+    weights.stage = stage
+    if is_look:
+        weights.looked = stage
+    else:
+        weights.changes.setdefault(adapter, []).append(stage)
+    for account in accounts:
+        if account.life is not None:
+            now, life = weights.of(adapter_of(account)), account.life
+            _begin(account, life)
+            starts = [each.start for each in account.in_flight if each.life is life and each.weights is None]
+            extend(life.made, min([account.computed, *starts]), now, now)
+    return accounts
+
+
+def _doubt_stage(state: LedgerState) -> None:
+    """A look has found a change: what was computed since the look before is of weights that are not known."""
+    weights = state.weights
+    counted, weights.counted = weights.counted, []
+    for account in state.living.values():
+        age_outputs(weights, account)
+    for account, figure, stage, oldest, tokens in counted:
+        is_ended = account.closed_at >= 0 and state.is_counted(account)
+        if count(weights, account, figure, stage, oldest, tokens) and is_ended:
+            add_tokens(getattr(state.sums.ended, figure), causes.AGE_UNKNOWN, tokens)
 
 
 def take_versions(state: LedgerState, event: ev.Snapshot) -> None:
     """A segment begins: take over the versions that are not known, because their events are not read."""
     weights = state.weights
     for adapter, version in event.weights.items():
-        numbers = weights.changes.setdefault(adapter, [])
-        if not numbers or numbers[-1] < version:
-            numbers.append(version)
+        stages = weights.changes.setdefault(adapter, [])
+        if not stages or stages[-1] < version * STAGES:
+            stages.append(version * STAGES)
             weights.cached_since = UNKNOWN
-    weights.version = max([weights.version, *event.weights.values()])
+        weights.stage = max(weights.stage, version * STAGES)
 
 
 def _begin(account: Account, life: Life) -> None:
@@ -90,10 +150,11 @@ def admitted(state: LedgerState, event: ev.Admitted) -> None:
     now, local = weights.of(adapter_of(account)), max(0, event.local_tokens)
     found = weights_of_blocks.hits(state.blocks, event.request, local)
     made, rows = found if found is not None else ([(0, UNKNOWN, UNKNOWN)], [])
-    current = weights.cached_since >= now
-    for start, _, version, oldest in spans(made, 0, local):
-        is_known = oldest != UNKNOWN or not current
-        extend(life.made, start, *((version, oldest) if is_known else (now, now)))
+    cached = min(weights.cached_since, now)
+    is_current = weights.age(adapter_of(account), now, cached) == 0
+    for start, _, stage, oldest in spans(made, 0, local):
+        is_known = oldest != UNKNOWN or not is_current
+        extend(life.made, start, *((stage, oldest) if is_known else (cached, cached)))
     _judge(state, account, life, HIT, (0, local), rows)
     if event.external_tokens > 0:
         extend(life.made, local, UNKNOWN, UNKNOWN)
@@ -131,34 +192,55 @@ def _judge(
 ) -> None:
     """Count the tokens of a hit, or of a load, whose chain is of older weights, and enter them."""
     weights, adapter = state.weights, adapter_of(account)
-    now, tokens, first, least = weights.of(adapter), 0, -1, weights.version
+    now, tokens, first, least = weights.of(adapter), 0, -1, weights.stage
     for start, end, _, oldest in spans(life.made, *positions):
-        age = weights.age(adapter, now, oldest)
-        if age:
-            counted = account.older_hits if source == HIT else account.older_loads
-            add_tokens(counted, age_cause(age), end - start)
+        age = count(weights, account, FIGURES[source], now, oldest, end - start)
         if is_suspect(age):
             first, tokens, least = (start if first < 0 else first), tokens + end - start, min(least, oldest)
     if tokens:
         tokens_of = "hit tokens" if source == HIT else "loaded tokens"
-        before = f"version {least}" if least else "the weights before the first change"
-        add_line(state, account, f"{tokens} {tokens_of} have KV of {before}")
+        version = weights.version_of(adapter, least)
+        add_line(state, account, f"{tokens} {tokens_of} have KV of {version_words(version)}")
     if tokens and account.unknown is None:
-        writer = next((row[4] for row in rows if row[1] > first and row[3] < now), "")
-        subject = StaleKV(source, tokens, first, least, now, writer)
+        older = (row for row in rows if row[1] > first and is_suspect(weights.age(adapter, now, row[3])))
+        writer = next((row[4] for row in older), "")
+        subject = StaleKV(source, tokens, first, version, weights.version_of(adapter, now), writer)
         state.entries.append(Entry(state.number, state.step, state.at, subject, account))
 
 
-def finished(state: LedgerState, account: Account) -> None:
-    """A request ended. Enter the outputs that it sampled over its own KV of older weights."""
-    if account.unknown is not None or account.older_hits or account.older_loads:
+def finished(state: LedgerState, account: Account, sequence_tokens: int) -> None:
+    """A request ended. Enter the outputs that it sampled over KV of older weights."""
+    end = sequence_tokens if sequence_tokens >= 0 else account.sequence_tokens
+    rows = [each for each in outputs(account, end) if is_suspect(each[2][3])]
+    if account.unknown is not None or not rows:
         return
-    rows = [row for row in outputs(account, account.sequence_tokens) if is_suspect(row[4])]
-    tokens = sum(end - start for start, end, *_ in rows)
-    if tokens:
-        least, newest = min(row[3] for row in rows), max(row[2] for row in rows)
-        subject = OlderOutputs(tokens, least, newest)
+    weights, adapter = state.weights, adapter_of(account)
+    oldest, newest = min(row[2] for *_, row in rows), max(row[1] for *_, row in rows)
+    versions = weights.version_of(adapter, oldest), weights.version_of(adapter, newest)
+    subjects: list[OlderOutputs | OutputsMislabelled] = list(
+        _mislabelled(weights, account, rows, end, versions)
+    )
+    if not {*account.older_hits, *account.older_loads} - {causes.AGE_UNKNOWN}:
+        subjects.append(OlderOutputs(sum(stop - start for start, stop, _ in rows), *versions))
+    for subject in subjects:
         state.entries.append(Entry(state.number, state.step, state.at, subject, account))
+
+
+def _mislabelled(
+    weights: Weights,
+    account: Account,
+    rows: Sequence[tuple[int, int, Sampled]],
+    sequence_end: int,
+    versions: tuple[int, int],
+) -> Iterator[OutputsMislabelled]:
+    """The first span of the engine's output that has tokens over KV of older weights, if it has a label."""
+    labelled, prompt = account.labelled or [(0, weights.label)], account.prompt_tokens
+    ends = [start for start, _ in labelled[1:]] + [sequence_end]
+    for (start, label), end in zip(labelled, ends, strict=True):
+        tokens = sum(max(0, min(end, last) - max(start, first)) for first, last, _ in rows)
+        if label and tokens:
+            yield OutputsMislabelled(label, max(0, start - prompt), end - prompt, tokens, *versions)
+            return
 
 
 def _cache_reset(state: LedgerState, event: ev.CacheReset) -> None:
@@ -166,15 +248,16 @@ def _cache_reset(state: LedgerState, event: ev.CacheReset) -> None:
     weights = state.weights
     if event.succeeded:
         lives = [account.life for account in state.living.values() if account.life is not None]
-        weights.cached_since = min([weights.version, *map(oldest_of, lives)])
-        weights.refused, weights.reset_version = None, weights.version
-    elif weights.age(MODEL, weights.version, weights.reset_version) > 0:
+        weights.cached_since = min([weights.stage, *map(oldest_of, lives)])
+        weights.refused, weights.reset_stage = None, weights.stage
+    elif weights.age(MODEL, weights.stage, weights.reset_stage) > 0:
         weights.refused = state.step, weights.version
     enter(state, event)
 
 
 WEIGHTS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     ev.WeightsChanged: _weights_changed,
+    ev.WorkerWeights: worker_called,
     ev.CacheReset: _cache_reset,
 }
 """Postings by event."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -29,8 +29,11 @@ from ..analysis.block_trace import (
     TraceLife,
 )
 from ..analysis.prefixes import Prefix, PrefixTrie
+from ..analysis.step_model import fit
+from ..analysis.step_times import STEP_HANDLERS, StepTimes
 from ..analysis.trace_reader import TraceReader
 from ..analysis.trace_sample import TraceSample, take_sample
+from ..analysis.turns import Turn, TurnReader
 from ..errors import LedgerError
 from ..events import Event
 from ..journal.host_folders import engine_name
@@ -53,6 +56,8 @@ class _Line(msgspec.Struct):
     hash_ids: list[int | str]
     input_length: Positive
     block_size: Positive | None = None
+    timestamp: float | None = None
+    """When the request came, in milliseconds; None: the lines do not say it."""
 
 
 def is_request_trace(path: Path) -> bool:
@@ -69,6 +74,7 @@ class RecordedBlocks:
         reader: TraceReader | None = None,
         position: Position | None = None,
         requests: Sequence[RecordedRequest] = (),
+        steps: StepTimes | None = None,
     ) -> None:
         self.path = path
         """The journal, for messages."""
@@ -76,6 +82,8 @@ class RecordedBlocks:
         """The reader, which has read the journal up to ``position`` and goes on in :meth:`read`."""
         self.requests = list(requests)
         """The requests; those that are open at the end come last."""
+        self.steps = steps
+        """How long steps took, up to ``position``; None: it is not wanted, or there are no steps."""
         self._position = position
         """Where the journal is read on; None: from its beginning."""
         self._new: list[Sequence[Change]] = []
@@ -90,22 +98,29 @@ class RecordedBlocks:
         with Reader(self.path, self._position) as journal:
             for batch in journal.poll():
                 self.feed(batch.events)
-                if self.reader.problem:
+                if self.reader.stopped:
                     break
 
     def feed(self, events: Iterable[Event]) -> None:
         """Read events, in the journal's order."""
+        steps = self.steps
         for event in events:
             self.reader.feed(event)
+            if steps is not None and (handle := STEP_HANDLERS.get(type(event))) is not None:
+                handle(steps, event)
         changes, ended = self.reader.taken()
         self._new.append(changes)
         self.requests += ended
 
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        started = self.reader.started
+        return printable(self.path.name) if started is None else engine_name(started, self.path)
+
     def described(self) -> BlockTrace:
         """The engine without operations. Raises NoBlockTrace if there are no blocks to replay."""
-        started = self.reader.started
-        name = printable(self.path.name) if started is None else engine_name(started, self.path)
-        return self.reader.described(str(self.path), name)
+        return self.reader.described(str(self.path), self.engine)
 
     def whole(self) -> list[RecordedRequest]:
         """All requests, also those that are open."""
@@ -157,6 +172,41 @@ def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
     return list(trie.prefixes(trace, builder.first)), trace.doubts
 
 
+def block_turns(
+    recorded: RecordedBlocks, session_of: Callable[[str], str] = lambda _: ""
+) -> tuple[list[Turn], list[str]]:
+    """The turns of the requests that have ended, and what they may lack.
+
+    ``session_of`` gives the session of a request id that the engine does not know; "": none. Raises
+    LedgerError if the engine has no block trace, and no groups that a :class:`GroupTraceReader` can read.
+    """
+    if recorded.reader.stopped or not recorded.reader.block_tokens:
+        recorded.described()
+    reader = TurnReader()
+    changes = chain.from_iterable(recorded.emptied())
+    requests = recorded.requests
+    for one in requests:
+        one.session = one.session or session_of(one.request_id)
+    found = list(
+        reader.read(recorded.reader, changes, requests, (recorded.engine, printable(recorded.path.name)))
+    )
+    doubts = recorded.reader.doubts
+    if reader.forgotten:
+        doubts.append(f"{reader.forgotten:,} sessions were forgotten, so later turns count as their first")
+    if recorded.steps is not None:
+        model = fit(recorded.steps.sums.sample)
+        found = priced(found, model.prefill_seconds)
+        if model.prefill_seconds is None:
+            why = model.refused or "the time of a prefill token can't be told from that of the rest of a step"
+            doubts.append(f"the seconds of lost tokens are unknown: {why}")
+    return found, doubts
+
+
+def priced(turns: Iterable[Turn], prefill_seconds: float | None) -> list[Turn]:
+    """The turns of an engine that takes so many seconds for a prefill token; None: not known."""
+    return [msgspec.structs.replace(turn, prefill_seconds=prefill_seconds) for turn in turns]
+
+
 def request_trace(path: Path, block_tokens: int = 0) -> RecordedBlocks:
     """What the requests of a request trace do. ``block_tokens``: if its lines do not say it; 0: 512."""
     try:
@@ -184,8 +234,11 @@ def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> Recorded
         hashes = [ids.setdefault(hash_id, len(ids) + 1) for hash_id in line.hash_ids]
         life, blocks = len(recorded.requests), len(hashes)
         # The format counts a hit on the last block, too.
-        lives = {life: TraceLife(sequence_tokens=blocks * size + 1)}
-        recorded.requests.append(RecordedRequest(life, life, str(number), line.input_length, lives=lives))
+        lives = {life: TraceLife(sequence_tokens=blocks * size + 1, computed_tokens=line.input_length)}
+        at = round(1000 * (line.timestamp or 0))
+        request = RecordedRequest(life, life, str(number), line.input_length, lives=lives)
+        request.added_at = request.closed_at = at
+        recorded.requests.append(request)
         reader.changes += [(ADMIT, life, 0, (), 0), (GROW, life, blocks, (), 0)]
         reader.changes += [(CACHED, life, 0, hashes, 0), (RELEASE, life, 0, (), 0)]
     if not recorded.requests:

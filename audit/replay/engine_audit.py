@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 
 from ..causes import ENGINE_ENDED
 from ..checks.registry import Violation
@@ -53,6 +54,7 @@ class EngineAudit(EventAudit):
             yield batch, findings
         if reader.ended:
             with hold:
+                self._feed_worker_calls(inf)
                 self._feed_worker_steps()
                 self.workers.close()
                 if not reader.stopped and not reader.continues:
@@ -99,6 +101,8 @@ class EngineAudit(EventAudit):
         for request in list(ledger.open):
             self.feed(ledger.number, Finished(ledger.at, request, ENGINE_ENDED, -1, -1, -1, -1, -1))
         ledger.forget_steps()
+        for observer in self.observers:
+            observer.end()
 
     def note_damage(self, reader: Reader, first: int = 0) -> None:
         """Note what ``reader`` found damaged, from the damage number ``first`` on."""

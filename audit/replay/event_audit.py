@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ..causes import BEGAN_BEFORE, UNKNOWN
 from ..checks.auditor import Auditor, Verdict
 from ..checks.registry import Invariant, Violation
-from ..events import EngineRaised, EngineStarted, Event, HookFailed
+from ..events import EngineRaised, EngineStarted, Event, HookFailed, Stepped, WeightsChanged
 from ..figures.sums import add_tokens
 from ..journal.host_folders import engine_name
 from ..ledger.account import Account
@@ -76,6 +76,8 @@ class EventAudit(Observed):
         from_workers: list[Violation] = []
         if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
             from_workers = self._feed_worker_steps()
+        if self.workers.calls and isinstance(event, Stepped | WeightsChanged):
+            self._feed_worker_calls(auditor.ledger.clock + event.at / 1e6)
         findings = self._post(event, number)
         if from_workers:
             findings = from_workers + findings
@@ -127,6 +129,12 @@ class EventAudit(Observed):
         self.workers.raised = []
         for event in raised:
             self._post(replace(event, at=ledger.at, lost=False), ledger.number)
+
+    def _feed_worker_calls(self, until: float) -> None:
+        """Audit the calls of workers that change weights, up to a Unix time."""
+        ledger = self.auditor.ledger
+        for event in self.workers.calls_until(until):
+            self._post(replace(event, at=ledger.at), ledger.number)
 
     # --- accounts ---------------------------------------------------------------------------------------
 

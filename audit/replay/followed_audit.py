@@ -10,12 +10,13 @@ from pathlib import Path
 from ..analysis.costs import CostCounters
 from ..analysis.source_differences import EngineCounters
 from ..analysis.step_times import StepSums
+from ..analysis.turns import TurnCounts
 from ..checks.registry import Violation
 from ..journal.reader import Batch, Reader
 from ..ledger.entries import Entry
 from .engine_audit import EngineAudit
 from .metrics_state import MetricsState
-from .observers import LiveCosts, LiveSteps, Metrics, Reconciled
+from .observers import LiveCosts, LiveSteps, LiveTurns, Metrics, Reconciled
 from .recorded_events import RecordedEvents
 
 
@@ -23,7 +24,7 @@ class FollowedAudit(EngineAudit):
     """The audit of one engine that metrics are made of."""
 
     def __init__(self, path: Path, *, name: str = "") -> None:
-        super().__init__(path, (Metrics, LiveSteps, LiveCosts, Reconciled), name=name)
+        super().__init__(path, (Metrics, LiveSteps, LiveCosts, LiveTurns, Reconciled), name=name)
         self.series = ""
         """The label of this engine's metrics, if a follower chose it; engines after each other share one."""
         self.engine_counters: EngineCounters | None = None
@@ -54,6 +55,11 @@ class FollowedAudit(EngineAudit):
     def cost_counters(self) -> CostCounters:
         """Seconds of lost work and loads."""
         return self.of(LiveCosts).sums
+
+    @property
+    def turns(self) -> TurnCounts:
+        """The turns of sessions."""
+        return self.of(LiveTurns).sums
 
     def compare_events(self) -> None:
         """Compare the engine's recorded KV events with its cache, from the next event on."""

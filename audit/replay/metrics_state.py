@@ -154,6 +154,10 @@ class MetricsState(Sums):
     """Lookups of admissions, by cache, as the engine should count them."""
     resumed: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
     """The part of ``admitted`` that came after a preemption."""
+    tiers: dict[str, int] = {}
+    """External tokens by tier, as the connector reported them to the engine."""
+    untiered: int = 0
+    """External tokens whose tiers do not sum to them."""
     preemptions_with_output: int = 0
     """Preemptions of requests that ended with an output, so that the front end knows of them."""
     most_preemptions: int = 0
@@ -231,6 +235,14 @@ class MetricsState(Sums):
             self.admitted[cache].add(*figures)
             if event.resumed:
                 self.resumed[cache].add(*figures)
+
+    def tier(self, event: ev.TiersReported) -> None:
+        """Count external tokens by their tiers."""
+        if sum(event.tokens) != event.external_tokens:
+            self.untiered += event.external_tokens
+            return
+        for tier, tokens in zip(event.tiers, event.tokens, strict=True):
+            _add(self.tiers, tier, tokens)
 
     def report(self, event: ev.Reported) -> None:
         """Add the sources of a prompt, as the engine reported them."""
@@ -402,6 +414,8 @@ class MetricsState(Sums):
 
 _ADDED = (
     "lookups",
+    "tiers",
+    "untiered",
     "violations",
     "preemptions",
     "hook_us",
@@ -430,6 +444,7 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any], None]] = {
     ev.Snapshot: MetricsState.began,
     ev.RequestAdded: MetricsState.arrive,
     ev.Reported: MetricsState.report,
+    ev.TiersReported: MetricsState.tier,
     ev.LookupsCounted: MetricsState.looked_up,
     ev.Preempted: MetricsState.preempt,
     ev.Gap: MetricsState.lose,

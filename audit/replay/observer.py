@@ -44,6 +44,9 @@ class Observer:
     def violated(self, id: str, at: int, account: Account | None) -> None:
         """An invariant is violated, again or for the first time."""
 
+    def end(self) -> None:
+        """The engine has ended: drop all but the sums."""
+
     @property
     def saved(self) -> Any:
         """What a checkpoint holds of this observer: a struct that has its sums."""

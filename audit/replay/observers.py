@@ -8,6 +8,8 @@ from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
+from ..analysis.trace_reader import TRACE_EVENTS
+from ..analysis.turns import LiveTurnState, TurnCounts
 from ..checks.auditor import Verdict
 from ..events import Admitted
 from ..ledger.account import Account
@@ -140,6 +142,43 @@ class LiveCosts(Observer):
     def close(self, account: Account, verdict: Verdict) -> None:
         """Add a request that has ended."""
         self.sums.close(account, self._steps.sums.sample)
+
+
+class LiveTurns(Observer):
+    """Counts the turns of sessions, of engines whose blocks are recorded."""
+
+    kind = TurnCounts
+
+    def __init__(self, audit: Judged) -> None:
+        self._state = LiveTurnState()
+        """What was read, and the counts."""
+        super().__init__(audit)
+
+    @property
+    def sums(self) -> TurnCounts:
+        """The counts."""
+        return self._state.sums
+
+    @sums.setter
+    def sums(self, sums: TurnCounts) -> None:
+        self._state.sums = sums
+
+    def handlers(self) -> Handlers:
+        """The events of blocks and requests."""
+        return dict.fromkeys(TRACE_EVENTS, self._state.feed)
+
+    def end(self) -> None:
+        """Forget the blocks of the engine."""
+        self._state.end()
+
+    @property
+    def saved(self) -> LiveTurnState:
+        """What was read, too."""
+        return self._state
+
+    @saved.setter
+    def saved(self, saved: LiveTurnState) -> None:
+        self._state = saved
 
 
 class Metrics(Observer):

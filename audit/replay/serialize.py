@@ -134,7 +134,7 @@ REBUILT: dict[type, frozenset[str]] = {
     KVComparison: frozenset({"cache"}),
     RoutedCache: frozenset(),
     RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
-    WorkerJournals: frozenset({"next_step", "raised", "_folder", "_readers", "_steps"}),
+    WorkerJournals: frozenset({"next_step", "raised", "calls", "_folder", "_readers", "_steps"}),
 }
 """Attributes that are not written: constructors make them, or they last for one event only."""
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from ..bounded_tables import keep_newest
 from ..client_ids import part_of
 from ..figures.sums import Sums
 
@@ -53,8 +54,11 @@ class SharedPrompts(Sums):
         """Remember a request that a prefill engine got."""
         key = key_of(request_id, prompt_tokens, suffixed=suffixed)
         self.prefilled[key] = [*self.prefilled.pop(key, ()), arrived]
-        if len(self.prefilled) > MOST_PREFILLED:
-            self.since = max(self.since, *self.prefilled.pop(next(iter(self.prefilled))))
+        self._bound()
+
+    def _bound(self) -> None:
+        for times in keep_newest(self.prefilled, MOST_PREFILLED):
+            self.since = max(self.since, *times)
 
     def wait(self, prompt: WaitingPrompt) -> None:
         """Let a decode engine's request wait."""
@@ -74,8 +78,7 @@ class SharedPrompts(Sums):
         """Add those of another engine of the same name, which ran later."""
         for key, times in other.prefilled.items():
             self.prefilled[key] = [*self.prefilled.get(key, ()), *times]
-        while len(self.prefilled) > MOST_PREFILLED:
-            self.since = max(self.since, *self.prefilled.pop(next(iter(self.prefilled))))
+        self._bound()
         self.since = max(self.since, other.since)
         self.waiting += other.waiting
         self.unknown += other.unknown

@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..events import (
+    BlocksFailed,
     BlocksMoved,
     BlocksSketched,
     Census,
@@ -34,11 +35,14 @@ from ..events import (
     Repeated,
     ScrubDiffered,
     WorkerStepped,
+    WorkerWeights,
 )
 from ..journal.catalogue import WORKER, Catalogue
 from ..journal.reader import Position, Reader
 
-AFTER_PLANNING: tuple[type[Event], ...] = (Delivered, DeliveredWhole, LoadFailed, Repeated, Census)
+AFTER_PLANNING: tuple[type[Event], ...] = (
+    *(Delivered, DeliveredWhole, LoadFailed, BlocksFailed, Repeated, Census),
+)
 """Events that an engine emits between two calls of its scheduler, never while it plans a step."""
 
 
@@ -82,8 +86,8 @@ class Progress(msgspec.Struct):
     """Where the batch with the first event that was not audited begins."""
     steps: int = 0
     """Steps of lower event numbers were audited."""
-    raised: int = 0
-    """Exceptions of lower event numbers were audited."""
+    unplaced: int = 0
+    """Exceptions and calls of lower event numbers were audited."""
 
 
 class _Read(NamedTuple):
@@ -95,6 +99,15 @@ class _Read(NamedTuple):
     progress: Progress
 
 
+class _Call(NamedTuple):
+    """A call that changes weights and was not yet audited: its Unix time and its number."""
+
+    at: float
+    event: WorkerWeights
+    number: int
+    progress: Progress
+
+
 class WorkerJournals:
     """The workers' journals in the same folder as the engine's journal at ``path``."""
 
@@ -103,8 +116,12 @@ class WorkerJournals:
         """The first step that is read and not yet returned by :meth:`upto`; -1 if there is none."""
         self.raised: list[EngineRaised] = []
         """Exceptions that left the workers' connectors, and that the caller has not taken."""
+        self.calls: deque[_Call] = deque()
+        """Calls that change weights, in the order of time, that are read and not yet returned."""
         self.progress: dict[str, Progress] = {}
         """How far each worker's journal was audited, by its name."""
+        self._began: dict[str, float] = {}
+        """From which Unix time each worker's journal counts."""
         self._folder = path.parent if path.is_dir() else None
         """Where workers' journals are; None if a single segment is read."""
         self._readers: dict[str, Reader | None] = {}
@@ -141,6 +158,13 @@ class WorkerJournals:
             yield read.event
         self.next_step = self._steps[0].event.step if self._steps else -1
 
+    def calls_until(self, at: float) -> Iterator[WorkerWeights]:
+        """Yield workers' calls up to a Unix time, each once."""
+        while self.calls and self.calls[0].at <= at:
+            call = self.calls.popleft()
+            call.progress.unplaced = call.number + 1
+            yield call.event
+
     def _reader(self, path: Path, identity: _Identity) -> Reader | None:
         if path.name not in self._readers:
             if identity.is_of(_identities.get(path, identity)):
@@ -158,16 +182,24 @@ class WorkerJournals:
                     if isinstance(event, WorkerEvent):
                         if number >= progress.steps:
                             yield _Read(event, number, batch.start, progress)
-                    elif isinstance(event, EngineRaised):
-                        if number >= progress.raised:
+                    elif isinstance(event, EngineRaised | WorkerWeights):
+                        if number < progress.unplaced:
+                            continue
+                        if isinstance(event, EngineRaised):
                             self.raised.append(event)
-                            progress.raised = number + 1
+                            progress.unplaced = number + 1
+                        else:
+                            began = self._began.get(reader.path.name, 0.0)
+                            call = _Call(began + event.at / 1e6, event, number, progress)
+                            self.calls = deque(sorted([*self.calls, call], key=lambda each: each.at))
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, identity):
                         if isinstance(event, EngineStarted):
                             _remember(reader.path, _identity(event))
                             del self.progress[reader.path.name]
                         self._stop_reading(reader.path.name)
                         return
+                    elif isinstance(event, EngineStarted):
+                        self._began[reader.path.name] = event.began_seconds
         except LedgerError:
             self._stop_reading(reader.path.name)
 

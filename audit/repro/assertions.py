@@ -136,6 +136,8 @@ _REFUSED = {
     "content/": "{id} needs the contents of the KV cache, which a journal does not have.",
     "connector/load-unpromised": "{id} happens in a worker, and a reproduction drives the scheduler alone.",
     "connector/never-finished": "{id} needs minutes of real time without an answer of the workers.",
+    "weights/": "{id} depends on the weights, of which vLLM's scheduler is not told: no test of it can show "
+    "that. `kvledger show JOURNAL REQUEST` says when they changed, and what was read after that.",
     "requests/stalled": "{id} needs real time, and a reproduction has none.",
 }
 

@@ -8,7 +8,7 @@ found in ``choose_finding.py``.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from .. import events as ev
 from .. import pool_calls as old
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
+from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.split_calls import calls
 from .choose_finding import Seen
 
@@ -158,6 +159,8 @@ class _Reading:
         """Whether the snapshot at the head of the stretch was read."""
         self._blocks: dict[tuple[int, int], tuple[int, int]] = {}
         """By pool and block: the hash id and the end."""
+        self._pools: defaultdict[int, PoolContents] = defaultdict(PoolContents)
+        """The request to which each block was allocated last, by pool."""
         self._handlers: dict[type, Any] = {
             ev.EngineStarted: self._engine_started,
             ev.Snapshot: self._snapshot,
@@ -182,6 +185,7 @@ class _Reading:
             ev.PoolSeen: self._pool_seen,
             ev.PoolCalls: self._pool_calls,
             ev.BlocksCached: self._cached,
+            old.BlocksAllocated: self._allocated,
             old.BlocksTouched: self._touched,
         }
         """What is noted of an event, by its type; the others do not matter to a workload."""
@@ -345,23 +349,20 @@ class _Reading:
 
     def _pool_calls(self, event: ev.PoolCalls) -> None:
         for call in calls(event):
-            if type(call) is ev.BlocksCached:
-                self._cached(call)
-            elif type(call) is old.BlocksTouched:
-                self._touched(call)
+            handler = self._handlers.get(type(call))
+            if handler is not None:
+                handler(call)
+
+    def _allocated(self, event: old.BlocksAllocated) -> None:
+        for request, _, blocks in event.calls():
+            self._pools[event.pool].allocate(request, blocks)
 
     def _cached(self, event: ev.BlocksCached) -> None:
-        rows, place = event.rows, 0
-        while place < len(rows):
-            request, group, _, count = rows[place : place + 4]
-            place += 4
+        for request, group, block, hash_id, end in self._pools[event.pool].cached(event):
+            self._blocks[event.pool, block] = (hash_id, end)
             row = self.rows.get(request)
-            for _ in range(count):
-                block, hash_id, end = rows[place : place + 3]
-                place += 3
-                self._blocks[event.pool, block] = (hash_id, end)
-                if row is not None and group <= 0:
-                    row.hashes[end] = hash_id
+            if row is not None and group <= 0:
+                row.hashes[end] = hash_id
 
     def _touched(self, event: old.BlocksTouched) -> None:
         row = self.rows.get(event.request)

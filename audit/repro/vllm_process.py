@@ -36,7 +36,7 @@ spec = importlib.util.spec_from_file_location("kvledger", {init!r}, submodule_se
 module = importlib.util.module_from_spec(spec)
 sys.modules["kvledger"] = module
 spec.loader.exec_module(module)
-from kvledger.audit.repro.workers import serve
+from {module} import serve
 serve()
 """
 
@@ -76,14 +76,17 @@ class Line:
 
 
 class VllmProcess:
-    """One process under an interpreter that has vLLM, and the forks of it."""
+    """One process under an interpreter that has vLLM, and the forks of it.
 
-    def __init__(self, python: str) -> None:
+    ``command`` stands in front of the interpreter's options. ``module`` has the ``serve`` that answers.
+    """
+
+    def __init__(self, *command: str, module: str = "kvledger.audit.repro.workers") -> None:
         ours, theirs = socket.socketpair()
-        boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
+        boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), module=module)
         environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
         self._process = subprocess.Popen(
-            [python, "-c", boot],
+            [*command, "-c", boot],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

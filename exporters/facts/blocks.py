@@ -15,17 +15,25 @@ import msgspec
 from ...audit import events as ev
 from ...audit.analysis.block_states import BLOCK_EVENTS, STATES, BlockStates, BlockUse, Quantiles
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
-from ...audit.analysis.trace_reader import TraceReader
+from ...audit.analysis.group_trace import GroupTraceReader
+from ...audit.analysis.turns import MOST_LIVE_BLOCKS, Past, Turn, TurnReader
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from ..trace.time_series import MINUTE_TICKS, MOST, TICKS, Series, wider
-from .schema import ADMISSIONS, BLOCK_OPERATIONS, BLOCK_USE, Row
+from .schema import ADMISSIONS, BLOCK_OPERATIONS, BLOCK_USE, TURNS, Row
 
 Key = TypeVar("Key")
 
-TABLES = {"admissions": ADMISSIONS, "block_operations": BLOCK_OPERATIONS, "block_use": BLOCK_USE}
+TABLES = {
+    "admissions": ADMISSIONS,
+    "block_operations": BLOCK_OPERATIONS,
+    "block_use": BLOCK_USE,
+    "turns": TURNS,
+}
 
-OPERATIONS = ("admitted", "grew", "cached", "released", "dropped", "reset", "hit", "evicted")
+OPERATIONS = (
+    "admitted", "grew", "cached", "released", "dropped", "reset", "hit", "evicted", "cached_in_group",
+)  # fmt: skip
 """The words for the kinds of changes, in their order."""
 
 DISTRIBUTIONS = ("lifetimes", "idle", "reuse_seconds", "reuse_blocks")
@@ -36,7 +44,7 @@ LIFE_COUNTS = (
 )  # fmt: skip
 """Fields of a life that are columns of ``admissions``, by the same name and in this order."""
 
-LABELS = ("lora", "salt", "group")
+LABELS = ("lora", "salt", "group", "session")
 
 MOST_BYTES = 256 << 20
 """The most bytes of the block operations of one journal: as many as a journal itself may have by default."""
@@ -65,15 +73,25 @@ def put(buckets: dict[Key, Bucket], key: Key, bucket: Bucket) -> None:
 class BlockState(msgspec.Struct):
     """Where the rows of a journal go on. It consists of plain data, so a session can hold it."""
 
-    reader: TraceReader = msgspec.field(default_factory=TraceReader)
+    reader: GroupTraceReader = msgspec.field(default_factory=GroupTraceReader)
     states: BlockStates = msgspec.field(default_factory=BlockStates)
+    turns: TurnReader = msgspec.field(default_factory=lambda: TurnReader(most=MOST_LIVE_BLOCKS))
     place: int = -1
     """The bucket of the last event; -1: it is not in the window."""
 
 
 def layout() -> str:
     """A checksum of what a :class:`BlockState` has, and of the columns of the tables."""
-    kinds = (BlockState, TraceReader, RecordedRequest, TraceLife, BlockStates, BlockUse)
+    kinds = (
+        BlockState,
+        GroupTraceReader,
+        RecordedRequest,
+        TraceLife,
+        BlockStates,
+        BlockUse,
+        TurnReader,
+        Past,
+    )
     names = [kind.__struct_fields__ for kind in kinds]
     columns = [[column.name for column in some] for some in TABLES.values()]
     return f"{crc32(repr((names, columns)).encode()):08x}"
@@ -82,8 +100,8 @@ def layout() -> str:
 class BlockRows:
     """Makes the rows of one journal, batch by batch, for a ``sink``.
 
-    ``operations``: make those of the block trace, too. ``minutes``: a row of ``block_use`` for each minute,
-    when it is over; else there are at most :data:`MOST` rows at the end.
+    ``turns``: make those of turns, too. ``operations``: and those of the block trace. ``minutes``: a row of
+    ``block_use`` for each minute, when it is over; else there are at most :data:`MOST` rows at the end.
     """
 
     def __init__(
@@ -93,6 +111,7 @@ class BlockRows:
         sink: Callable[[str, Sequence[Row]], None],
         *,
         operations: bool,
+        turns: bool,
         minutes: bool = False,
         state: BlockState | None = None,
     ) -> None:
@@ -106,6 +125,8 @@ class BlockRows:
         """Where rows go."""
         self._operations = operations
         """Whether the rows of the block trace are made."""
+        self._turns = turns
+        """Whether those of turns are made."""
         self._minutes = minutes
         """Whether each minute is a row."""
         self._width = MINUTE_TICKS if minutes or state is not None else 1
@@ -120,7 +141,7 @@ class BlockRows:
         """Add a batch."""
         began, window, reader = self._audit.began_seconds or 0.0, self._audit.window, self.state.reader
         for event in events:
-            if self._operations and not reader.problem:
+            if self._turns:
                 reader.feed(event)
             if type(event) in BLOCK_EVENTS:
                 wall = began + event.at / 1e6
@@ -129,7 +150,7 @@ class BlockRows:
                     self._close()
                     self.state.place = int(wall * TICKS) // self._width if place >= 0 else -1
                 self.state.states.feed(event)
-        if self._operations:
+        if self._turns:
             self._trace_rows()
 
     def end(self) -> None:
@@ -146,13 +167,17 @@ class BlockRows:
         reader, audit = self.state.reader, self._audit
         changes, ended = reader.taken()
         began_us, window = round(reader.began_seconds * 1e6), audit.window
-        if ended:
+        if ended and self._operations:
             rows = [row for one in ended for row in admission_rows(audit.name, self._journal, began_us, one)]
             self._sink("admissions", [row for row in rows if _inside(window, row[4])])
-        if changes:
+        if changes and self._operations:
             first = reader.changed - len(changes)
             rows = list(operation_rows(audit.name, self._journal, began_us, first, changes))
             self._sink("block_operations", [row for row in rows if _inside(window, row[2])])
+        turns = self.state.turns.read(reader, changes, ended, (audit.name, self._journal))
+        rows = [turn_row(turn) for turn in turns if window.holds(turn.ended_seconds)]
+        if rows:
+            self._sink("turns", rows)
 
     # --- the use over time --------------------------------------------------------------------------
 
@@ -238,6 +263,48 @@ def operation_rows(
     for number, (kind, life, blocks, ids, at) in enumerate(changes, first):
         named = None if life < 0 else life
         yield engine, journal, began_us + at, number, OPERATIONS[kind], named, blocks, ids
+
+
+_TURN_COLUMNS = [column.name for column in TURNS]
+
+
+def turn_row(turn: Turn) -> tuple[Any, ...]:
+    """The row of ``turns`` of one turn."""
+    values = {
+        **{name: getattr(turn, name) for name in _TURN_COLUMNS if hasattr(turn, name)},
+        **{f"lost_{cause}": tokens for cause, tokens in turn.lost.items()},
+        "given": int(turn.given),
+        "before": turn.before or None,
+        "retried": int(turn.retried),
+        "closed_time": round(turn.ended_seconds * 1e6),
+        "arrived_time": round(turn.arrived_seconds * 1e6),
+        "idle_microseconds": None if turn.idle_seconds is None else round(turn.idle_seconds * 1e6),
+    }
+    return tuple(values.get(name, 0) for name in _TURN_COLUMNS)
+
+
+_TURN_TIMES = ("closed_time", "arrived_time", "idle_microseconds")
+TURN_QUERY = "SELECT {} FROM turns".format(
+    ", ".join(f"epoch_us({name})" if name.endswith("_time") else name for name in _TURN_COLUMNS)
+)
+"""Asks for all rows of ``turns``, with times in microseconds since 1970."""
+
+
+def turn_of(row: Sequence[Any]) -> Turn:
+    """The turn of a row of :data:`TURN_QUERY`. A row has neither evictions nor messages."""
+    values = dict(zip(_TURN_COLUMNS, row, strict=True))
+    closed_us, arrived_us, idle_us = (values.pop(name) for name in _TURN_TIMES)
+    lost = {name: values.pop(name) for name in _TURN_COLUMNS if name.startswith("lost_")}
+    values |= {
+        "given": bool(values["given"]),
+        "retried": bool(values["retried"]),
+        "before": values["before"] or "",
+        "ended_seconds": closed_us / 1e6,
+        "arrived_seconds": arrived_us / 1e6,
+        "idle_seconds": None if idle_us is None else idle_us / 1e6,
+        "lost": {name.removeprefix("lost_"): tokens for name, tokens in lost.items() if tokens},
+    }
+    return Turn(**values)
 
 
 # --- rows read again ------------------------------------------------------------------------------------

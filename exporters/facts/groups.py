@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ...audit.errors import LedgerError
-from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, TIMES, check, time_name
+from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, NO_TIER, TIMES, check, time_name
 from .hours import LABELS
 from .schema import REQUESTS
 
@@ -32,6 +32,7 @@ KEYS = {
     "salt": f"coalesce(salt, '{NO_SALT}')",
     "group": f"coalesce(request_group, '{NO_GROUP}')",
     "priority": "CAST(priority AS VARCHAR)",
+    "tiers": f"coalesce(tiers, '{NO_TIER}')",
     **{name: f"epoch_us(added_time) // {length * 1_000_000}" for name, length in TIMES.items()},
 }
 """The words of ``--by`` that are not the name of a column, or show a null as words."""

@@ -12,10 +12,13 @@ from typing import Any
 
 from ...audit.analysis.block_states import BlockStates, BlockUse
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
+from ...audit.analysis.group_trace import GroupTraceReader
+from ...audit.analysis.step_times import StepTimes
 from ...audit.errors import JournalError, LedgerError
 from ...audit.journal.folder import read
 from ...audit.journal.reader import Reader
 from ...audit.replay.block_traces import RecordedBlocks
+from ...audit.replay.observers import Steps
 from ...audit.replay.windows import EVERYTHING, Window
 from .blocks import LIFE_COUNTS, OPERATIONS, USE_COLUMNS, BlockState, summed
 from .kept import Session, find, folder_of, is_session, journal_of, journals_and_sessions, load, readable
@@ -28,15 +31,22 @@ ADMITTED = [column.name for column in ADMISSIONS[2:]]
 _KINDS = {word: kind for kind, word in enumerate(OPERATIONS)}
 
 
-def recorded_blocks(path: Path) -> RecordedBlocks:
-    """What the engine of a journal did, or that of a session whose journal is gone. Raises LedgerError."""
+def recorded_blocks(path: Path, *, turns: bool = False) -> RecordedBlocks:
+    """What the engine of a journal did, or that of a session whose journal is gone. Raises LedgerError.
+
+    ``turns``: read what turns need, too: several KV cache groups, and how long steps took.
+    """
     session = find(path)
     if session is None:
         recorded = RecordedBlocks(path)
+        if turns:
+            recorded = RecordedBlocks(path, GroupTraceReader(), steps=StepTimes())
         recorded.read()
         return recorded
     state = _state(path, session)
     kept = KeptBlocks(path, session, state)
+    if turns:
+        kept.steps = session.audit(path, EVERYTHING).of(Steps).times
     if not session.ended and not is_session(path):
         kept.read()
     return kept
@@ -52,7 +62,7 @@ class KeptBlocks(RecordedBlocks):
         self._began_us = began_us
         """The engine's second 0, from which rows count no times."""
         requests = (
-            [] if state.reader.problem else list(_requests(self._rows("admissions", ADMITTED), began_us))
+            [] if state.reader.stopped else list(_requests(self._rows("admissions", ADMITTED), began_us))
         )
         super().__init__(journal_of(path), state.reader, session.position, requests)
 
@@ -92,11 +102,11 @@ def _requests(batches: Iterator[list[list[Any]]], began_us: int) -> Iterator[Rec
     request: RecordedRequest | None = None
     for row in chain.from_iterable(zip(*columns, strict=True) for columns in batches):
         number, request_id, closed, life, arrival, added, admitted, local, *counts = row
-        *counts, prompt, priority, lora, salt, group = counts
+        *counts, prompt, priority, lora, salt, group, session = counts
         if request is None or request.arrival != arrival:
             if request is not None:
                 yield request
-            labels = lora or "", salt or "", group or ""
+            labels = lora or "", salt or "", group or "", session or ""
             request = RecordedRequest(number, arrival, request_id, prompt, priority, *labels)
             request.added_at, request.closed_at = (-1 if us < 0 else us - began_us for us in (added, closed))
         fields = dict(zip(LIFE_COUNTS, counts, strict=True))

@@ -52,13 +52,14 @@ class Wanted(msgspec.Struct, frozen=True):
     """What a command needs of each journal beside the rows of its requests.
 
     Without anything: the rows of requests and causes. ``checks``: verdicts, and the rows of all tables.
-    ``audit``: the whole audit too. ``activity``: the rows of ``activity`` and ``block_use``. ``blocks``:
-    those of ``admissions`` and ``block_operations``.
+    ``audit``: the whole audit too. ``activity``: the rows of ``activity`` and ``block_use``. ``turns``,
+    with ``activity`` alone: those of ``turns``. ``blocks``: these, ``admissions`` and ``block_operations``.
     """
 
     checks: bool = False
     audit: bool = False
     activity: bool = False
+    turns: bool = False
     blocks: bool = False
 
 
@@ -125,7 +126,13 @@ class RowCollector:
         """Makes the rows about blocks; None: not wanted."""
         if wanted.activity:
             self.blocks = BlockRows(
-                audit, self.journal, self._put, operations=wanted.blocks, minutes=minutes, state=blocks
+                audit,
+                self.journal,
+                self._put,
+                operations=wanted.blocks,
+                turns=wanted.blocks or wanted.turns,
+                minutes=minutes,
+                state=blocks,
             )
         self._verdicts: dict[int, Verdict] = {}
         """The verdicts of accounts that closed in this batch, by the identity of the account."""

@@ -19,7 +19,8 @@ from ...audit.figures.sums import add_tokens
 from ...audit.ledger.account import Account
 from ...audit.ledger.weights_of_requests import first_version
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.text import salt_name
+from ...audit.text import salt_name, session_of
+from ..trace.groups import tier_names
 from .schema import LOAD_COLUMNS, Row, Value
 
 MISSED = "missed"
@@ -94,7 +95,9 @@ def request_row(head: Head, account: Account, verdict: str | None) -> Row:
         None if labels is None else labels.lora or None,
         None if labels is None else salt_name(labels) or None,
         None if labels is None else labels.group or None,
+        session_of(labels) or None,
         first_version(account) if known else None,
+        tier_names(account) or None if known else None,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ...audit.causes import OTHER_ENGINE, TURN_LOSSES
 from ...audit.figures.declared import FIGURES
 from ...audit.figures.figure import TOKENS
 
@@ -62,6 +63,9 @@ LABEL_COLUMNS = (
     Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
     Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
     Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
+    Column(
+        "session", "text", "vLLM's session id, else what KVLEDGER_SESSION found in the request id; null: none"
+    ),
 )
 
 REQUESTS = (
@@ -99,7 +103,13 @@ REQUESTS = (
         "weights",
         "count",
         "version of the weights under which the first output was sampled, counted from 0 by changes of the "
-        "model and its adapters; null: there was no output",
+        "model and its adapters; null: there was no output, or it is not known",
+    ),
+    Column(
+        "tiers",
+        "text",
+        "the tiers that the connector reported for the external tokens, with commas between them; null: it "
+        "was not asked, or it is not known",
     ),
 )
 
@@ -180,7 +190,11 @@ FINDINGS = (
     Column(
         "tenant", "text", "the request's KVLEDGER_GROUP, else the keyed hash of its salt; null: not known"
     ),
-    Column("session", "text", "the streaming-input session that the request is; null: none"),
+    Column(
+        "session",
+        "text",
+        "the streaming-input session that the request is, else the session that it is a turn of; null: none",
+    ),
     Column("tokens", "count", "how many tokens it was about when it was first seen; null: it says no number"),
 )
 
@@ -200,11 +214,11 @@ ADMISSIONS = (
     Column("hit_blocks", "count", "number of blocks that the lookup hit"),
     Column("external_tokens", "count", "tokens that the KV connector promised at the admission"),
     Column("preempted", "count", "1 if the life ended by a preemption for want of blocks, else 0"),
-    Column("computed_tokens", "count", "tokens that had KV when it was preempted"),
+    Column("computed_tokens", "count", "tokens that had KV when it was preempted or its request ended"),
     Column("prompt_tokens", "count", "length of the request's prompt"),
     *LABEL_COLUMNS,
 )
-"""One row for each life of a request, of engines whose block trace ``kvledger whatif`` can replay."""
+"""One row for each life of a request, of engines with a pool in which full attention is a group."""
 
 BLOCK_OPERATIONS = (
     ENGINE,
@@ -215,17 +229,49 @@ BLOCK_OPERATIONS = (
         "operation",
         "text",
         "admitted, hit, grew, cached or released: of the blocks of a life; evicted: from a block that was "
-        "allocated; dropped: by the engine; reset: of the whole cache",
+        "allocated; dropped: by the engine; reset: of the whole cache; cached_in_group: by a life, in "
+        "another KV cache group than the others, which are of the first group of full attention",
     ),
     Column("life", "count", "the life, as in `admissions`; null: of none, or not known"),
     Column(
         "blocks",
         "count",
-        "number of blocks that the life has after grew, or that stand before the first one of hit and cached",
+        "number of blocks that the life has after grew, or that stand before the first of hit and cached; "
+        "tokens up to the end of the block of cached_in_group; 1 for a reset after the weights changed",
     ),
-    Column("hash_ids", "counts", "hash ids of the blocks' content, in order; they are keyed hashes"),
+    Column(
+        "hash_ids",
+        "counts",
+        "hash ids of the blocks' content, in order; they are keyed hashes. Of cached_in_group: the group, "
+        "and the hash id",
+    ),
 )
-"""The operations on the prefix cache that ``kvledger whatif`` replays, in order."""
+"""The operations on the prefix cache that ``kvledger whatif`` and ``turns`` read, in order."""
+
+TURNS = (
+    ENGINE,
+    JOURNAL,
+    REQUEST_ID,
+    ENDED,
+    Column("session", "text", "the session; one that begins with ~ was inferred from block hashes"),
+    Column("given", "count", "1 if the client or the operator named the session, 0 if it was inferred"),
+    Column("number", "count", "number of the turn in its session, from 1, among the turns of this journal"),
+    Column("before", "text", "request id of the turn before; null: there is none in this journal"),
+    Column("retried", "count", "1 if the request was sent before with the same prompt, else 0"),
+    Column("arrived_time", "time", "when the scheduler received it, in UTC"),
+    Column("idle_microseconds", "count", "microseconds from the end of the turn before to its arrival"),
+    Column("prompt_tokens", "count", "length of its prompt"),
+    Column("hit", "count", "local and external tokens of its first admission"),
+    Column("reusable", "count", "what the turn before left, below the last token of the prompt"),
+    Column("shared", "count", "tokens that both turns have for certain, in whole blocks"),
+    Column("kept", "count", "tokens of which it left KV"),
+    *(
+        Column(f"lost_{cause}", "count", f"reusable tokens that were not hit: {words}")
+        for cause, words in TURN_LOSSES.items()
+        if cause != OTHER_ENGINE
+    ),
+)
+"""One row for each turn of a session, of engines whose block trace ``kvledger turns`` can read."""
 
 BLOCK_USE = (
     ENGINE,
@@ -266,6 +312,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "admissions": ADMISSIONS,
     "block_operations": BLOCK_OPERATIONS,
     "block_use": BLOCK_USE,
+    "turns": TURNS,
 }
 """The tables that are kept, and that every query can read."""
 

@@ -271,6 +271,54 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "Turns",
+        "Turns of sessions that follow another turn on the same engine, when they have ended. Level `blocks` "
+        "alone has them ([turns](turns.md)). The share of hits is the figure to alert on.",
+        (
+            Metric(
+                "kvledger_turns",
+                "turns",
+                "counter",
+                "Turns of sessions that follow another turn.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.turns.turns),
+            ),
+            Metric(
+                "kvledger_turn_prompt_tokens",
+                TOKENS,
+                "counter",
+                "Prompt tokens of these turns.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.turns.prompt_tokens),
+            ),
+            Metric(
+                "kvledger_turn_hit_tokens",
+                TOKENS,
+                "counter",
+                "Local and external tokens that their first admissions hit.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.turns.hit),
+            ),
+            Metric(
+                "kvledger_turn_reusable_tokens",
+                TOKENS,
+                "counter",
+                "Tokens that the turns before left, below the last token of the prompt.",
+                ENGINE,
+                read.value(lambda engine_audit: engine_audit.turns.reusable),
+            ),
+            Metric(
+                "kvledger_turn_lost_tokens",
+                TOKENS,
+                "counter",
+                "Reusable tokens that were not hit, by cause.",
+                (*ENGINE, "cause"),
+                read.engines(read.turn_losses),
+                {"cause": read.TURN_LOSSES_HERE},
+            ),
+        ),
+    ),
+    Group(
         "First tokens",
         "The time from the arrival of a request in the scheduler to its first output. Each microsecond has "
         "one cause, so the causes sum to it. The front end's share is not in it: vLLM's "
@@ -308,9 +356,10 @@ GROUPS: tuple[Group, ...] = (
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "
         "them to its hits counts each prompt twice, so they are counted separately as transferred, and all "
         "prompt tokens of such requests by the engine's role ([each prompt "
-        "once](sidecar.md#prefill-and-decode-engines)). No connector reports the storage tier of a load "
-        "(host, disk, peer) to the scheduler, so there is none here; `kvledger_engine_info` has the "
-        "`connector`.",
+        "once](sidecar.md#prefill-and-decode-engines)). Since 0.32 vLLM asks the connector which tier "
+        "(`host`, `disk`, `p2p`) the tokens of a first admission come from: `*_by_tier` count those. Tokens "
+        "of older releases and of admissions after a preemption are in none of them. "
+        "`kvledger_engine_info` has the `connector`.",
         (
             *of_figures("External tokens"),
             Metric(

@@ -43,6 +43,7 @@ UNITS = {
     "": "",
     "batches": "{batch}",
     "blocks": "{block}",
+    "turns": "{turn}",
     "bytes": "By",
     "ratio": "1",
     "requests": "{request}",

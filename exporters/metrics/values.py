@@ -170,6 +170,16 @@ def lost_seconds(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...],
         yield (kind,), engine_audit.cost_counters.lost_us.get(kind, 0) / 1e6
 
 
+TURN_LOSSES_HERE = tuple(cause for cause in causes.TURN_LOSSES if cause != causes.OTHER_ENGINE)
+"""Causes for which a turn misses what the turn before left in the same engine."""
+
+
+def turn_losses(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Reusable tokens that turns did not hit, by cause."""
+    for cause in TURN_LOSSES_HERE:
+        yield (cause,), engine_audit.turns.lost.get(cause, 0)
+
+
 def model_error(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
     """Median relative error of the model of step time, if a model was fitted."""
     error = engine_audit.cost_counters.model.relative_error

@@ -20,6 +20,7 @@ from .costs import CostReport
 from .first_token import FirstTokens
 from .html_about import about
 from .summary import SummaryRow, summary_row
+from .turns import Turns, turns_of_facts
 from .why import Why, explained
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     preempted: list[MostPreempted]
     costs: CostReport
     block_use: BlockUseReport | None
+    turns: Turns | None
     block_series: Series
     about: list[tuple[str, str]] = []
     """The header: model, release and so on."""
@@ -84,8 +86,8 @@ def gather(
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group
 
-    columns = group_columns(by)
-    with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
+    columns, wanted = group_columns(by), Wanted(audit=True, activity=True, turns=True)
+    with facts(paths, window=window, run=run, wanted=wanted) as found:
         groups = by_group(found, columns)
         lost = costs_of_groups(found, groups, (), "", gpu_hour)[()]
         misses = misses_by_group(found, groups, (), "")[()]
@@ -103,6 +105,7 @@ def gather(
             first_token=FirstTokens.of(groups[()].figures),
             preempted=_most_preempted(found),
             block_use=None if not uses else as_report(sum(uses, BlockUse())),
+            turns=turns_of_facts(found),
             block_series=together(states),
             costs=lost,
             about=about(found.audits),

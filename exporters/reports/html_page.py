@@ -19,7 +19,7 @@ from ...audit.checks.registry import Reference, catalogue
 from ..files import whole
 from ..templating import environment
 from ..trace.time_series import TICKS, Series
-from . import charts, costs
+from . import charts, costs, turns
 from .audit_data import AuditReport, FindingData, share
 from .conclusions import SHOWN
 from .contents import sentences
@@ -86,6 +86,9 @@ def html(data: PageData) -> str:
             miss_notes=data.why.notes,
             **_over_time(data.series),
             blocks=block_section(data, _clock),
+            turns=None if data.turns is None else turns.answer(data.turns),
+            turn_notes=[] if data.turns is None else data.turns.conclusions,
+            turn_tables=_turn_tables(data),
             work=_work(report),
             by=_by(data),
             group_columns=["", *COLUMNS],
@@ -102,6 +105,16 @@ def html(data: PageData) -> str:
             version=__version__,
         )
     )
+
+
+def _turn_tables(data: PageData) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+    """Heads and rows of the tables about turns of sessions."""
+    if data.turns is None:
+        return []
+    return [
+        (turns.CAUSE_HEADS, list(turns.cause_cells(data.turns))),
+        (turns.NUMBER_HEADS, list(turns.number_cells(data.turns))),
+    ]
 
 
 def plots(data: PageData) -> dict[str, charts.Plot | list[charts.Bar]]:

@@ -326,6 +326,19 @@ def effects(one: WhatIf) -> Iterator[str]:
     if one.blocks:
         yield _preemptions(one)
         yield from _resets(one)
+        yield from _scheduler(one)
+
+
+def _scheduler(one: WhatIf) -> Iterator[str]:
+    """Where the order of requests would matter, which a pool alone does not know."""
+    short = [point.blocks for point in one.curve if point.short_blocks and point.blocks is not None]
+    if short or one.preemptions.preemptions:
+        size = min(short, default=2 * one.blocks)
+        yield (
+            "Preempted requests come back in another order, and a pool alone doesn't know "
+            "it: kvledger simulate "
+            f"JOURNAL --set num_gpu_blocks={size + 1} runs the scheduler too."
+        )
 
 
 def _preemptions(one: WhatIf) -> str:

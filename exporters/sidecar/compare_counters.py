@@ -26,9 +26,16 @@ from math import inf
 from typing import NamedTuple
 
 from ...audit.analysis.source_differences import ComparedCounter, Differences, EngineCounters, Figures
-from ...audit.causes import UNEXPLAINED
+from ...audit.causes import (
+    TIER_DEVICE,
+    TIER_DISK,
+    TIER_HOST,
+    TIER_P2P,
+    TIER_UNSPECIFIED,
+    UNEXPLAINED,
+)
 from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
-from ...audit.release_semantics import sources_add_up
+from ...audit.release_semantics import release, sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
 
@@ -37,6 +44,9 @@ WINDOW_SECONDS = 60.0
 
 SETTLE_SECONDS = 3.0
 """The longest delay between an event and its reading from the journal."""
+
+TIERS_SINCE = (0, 32)
+"""The release that counts hits by tier."""
 
 Counters = Mapping[str, float]
 """The engine's counters in a scrape, by figure."""
@@ -86,6 +96,8 @@ def point(engine_audit: FollowedAudit, noted: float) -> Point:
     for cache in ("local", "external"):
         if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
             sides |= _lookups(engine_audit, cache)
+    if "local_hit_tokens" in sides and release(engine_audit.engine.version) >= TIERS_SINCE:
+        sides |= _tiers(engine_audit, sides["local_hit_tokens"])
     ledger = engine_audit.auditor.ledger
     return Point(engine_audit.read_seconds, noted, sides, ledger.sums.gaps + ledger.sums.hook_failures)
 
@@ -144,6 +156,24 @@ def _lookups(engine_audit: FollowedAudit, cache: str) -> Iterator[tuple[str, Sid
         _add(causes, "resumed", -getattr(resumed, of))
         exported = getattr(counted, of) - getattr(resumed, of)
         yield f"{cache}_{name}_tokens", Side(getattr(made, of), exported, exported, causes)
+
+
+def _tiers(engine_audit: FollowedAudit, local: Side) -> Iterator[tuple[str, Side]]:
+    """The counters by tier.
+
+    vLLM counts tokens whose tiers do not sum to them as ``external_unspecified``.
+    """
+    metrics = engine_audit.metrics
+    device = metrics.tiers.get(TIER_DEVICE, 0)
+    ledger, least, most = local.ledger + device, local.least + device, local.most + device
+    yield "device_hit_tokens", local._replace(ledger=ledger, least=least, most=most)
+    for tier in (TIER_HOST, TIER_P2P, TIER_DISK):
+        yield f"{tier}_hit_tokens", _plain(metrics.tiers.get(tier, 0))
+    unspecified, counted = metrics.tiers.get(TIER_UNSPECIFIED, 0), metrics.untiered
+    causes: Causes = {}
+    _add(causes, "tiers_do_not_sum", counted)
+    exported = unspecified + counted
+    yield "unspecified_hit_tokens", Side(unspecified, exported, exported, causes)
 
 
 def _add(causes: Causes, cause: str, amount: float) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...audit.bounded_tables import keep_newest
 from ...audit.replay.checkpoint import FoldedJournal, beginning
 from ...audit.replay.followed_audit import FollowedAudit, folded
 from ..metrics.labels import engine_label
@@ -78,8 +79,7 @@ class EndedEngines:
         """Note that the journal of an ended engine is not there any more."""
         self.gone.pop(journal.name, None)
         self.gone[journal.name] = journal
-        if len(self.gone) > MOST_GONE:
-            del self.gone[next(iter(self.gone))]
+        keep_newest(self.gone, MOST_GONE)
 
     def came_back(self, name: str, path: Path) -> bool:
         """Whether this is a journal that was gone; it is a folded one then."""

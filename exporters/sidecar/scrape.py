@@ -24,6 +24,11 @@ COUNTERS = {
     ("vllm:prefix_cache_hits_total", ""): "local_hit_tokens",
     ("vllm:external_prefix_cache_queries_total", ""): "external_queried_tokens",
     ("vllm:external_prefix_cache_hits_total", ""): "external_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "device"): "device_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "host"): "host_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "p2p"): "p2p_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "external_unspecified"): "unspecified_hit_tokens",
     ("vllm:num_preemptions_total", ""): "preemptions",
 }
 """The figure of each vLLM counter (name, source). ``vllm:request_success`` is summed over its reasons."""

@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 
 import bcrypt
 
+from ...audit.bounded_tables import keep_newest
 from ...audit.errors import LedgerError
 from .http_server import Busy
 
@@ -116,11 +117,11 @@ class Users:
 
 
 class _Recent(Generic[Kept]):
-    """A set of the values that were added last, ``most`` of them."""
+    """A set of the values that were added last: ``most``, and up to an eighth more."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        """How many values are kept."""
+        """How many values are kept at least."""
         self._values: dict[Kept, None] = {}
         """The values, the oldest first."""
         self._guard = threading.Lock()
@@ -134,8 +135,7 @@ class _Recent(Generic[Kept]):
         with self._guard:
             self._values.pop(value, None)
             self._values[value] = None
-            if len(self._values) > self._most:
-                del self._values[next(iter(self._values))]
+            keep_newest(self._values, self._most)
 
     def discard(self, value: Kept) -> None:
         """Remove a value if it is there."""

@@ -21,12 +21,17 @@ from ...audit.text import salt_name
 TIMES = {"hour": 3600, "day": 86_400, "5m": 300}
 """Keys that group by arrival, and the length of a group in seconds."""
 
-KEYS = ("engine", "model", "hour", "outcome", "day", "5m", "rank", "lora", "priority", "salt", "group")
+KEYS = (
+    *("engine", "model", "hour", "outcome", "day", "5m", "rank", "lora", "priority", "salt", "group"),
+    "tiers",
+)
 NO_MATCH = "no match"
 NO_ADAPTER = "no adapter"
 NO_SALT = "no salt"
 NO_GROUP = "no group"
 """Requests without the label, and those of journals that were recorded without labels."""
+NO_TIER = "no tier reported"
+"""Requests of whose external tokens the connector reported no tier."""
 
 Key = Callable[[Account], str]
 
@@ -51,6 +56,7 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
         "priority": lambda account: str(account.priority),
         "salt": lambda account: salt_name(_labels(account)) or NO_SALT,
         "group": lambda account: _labels(account).group or NO_GROUP,
+        "tiers": lambda account: tier_names(account) or NO_TIER,
     }
     if by in keys:
         return keys[by]
@@ -98,6 +104,11 @@ def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
         return keys[by]
     name = named_by(by)
     return lambda request: name(request.request_id)
+
+
+def tier_names(account: Account) -> str:
+    """The tiers that the connector reported for the request's external tokens, with commas between them."""
+    return ", ".join(sorted(account.promised_by_tier))
 
 
 NO_LABELS = RequestLabels()

@@ -3,6 +3,7 @@
 Usage: make proof NAME=weights ARGS="[SCENARIO...]"    these scenarios, or all
        make proof NAME=weights ARGS="--random N"       a random workload of at least N output tokens
        make proof NAME=weights ARGS="--server N"       a server whose endpoints change the weights N times
+       make proof NAME=weights ARGS=--workers          two workers in processes of their own
 
 The weights of a real engine on this CPU change in each way that vLLM has. A token is wrong if its
 log-probabilities differ by more than 1e-4 from those of a fresh engine with the weights that were current
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,13 +27,15 @@ from typing import Any, TypeVar
 
 from kvledger.audit.demo.process import output_to
 
-from . import random_run, server
+from . import random_run, server, workers
 from .engine import prepare, same_kv
 from .judge import HEAD, compare, wrong_tokens
 from .scenarios import scenarios
 from .subject import Result, Subject
 
 Returned = TypeVar("Returned")
+LIMIT_SECONDS = 900
+"""A process that takes longer is killed, also one that does not end after its work."""
 
 
 def main() -> int:
@@ -41,7 +45,10 @@ def main() -> int:
     parser.add_argument("--random", type=int, metavar="N")
     parser.add_argument("--server", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", action="store_true")
     options = parser.parse_args()
+    if options.workers:
+        return of_workers()
     print("| scenario | " + " | ".join(HEAD) + " | findings |")
     print("|---" * (len(HEAD) + 2) + "|", flush=True)
     with output_to(Path(os.devnull)):
@@ -56,6 +63,9 @@ def main() -> int:
             results["server"], printed = server.serve(folder, options.server)
         else:
             for name in [each for each in known if each in options.names or not options.names]:
+                before = known[name].before
+                if before is not None:
+                    apart(before, folder)
                 results[name] = apart(serve, folder, name)
         every = {(name, id): one for name, result in results.items() for id, one in result.served.items()}
         wrong = apart(wrong_tokens, every)
@@ -65,6 +75,19 @@ def main() -> int:
     return int(
         any(not agrees and not (name in known and known[name].unseen) for name, agrees in agree.items())
     )
+
+
+def of_workers() -> int:
+    """Print what is found of each case of two workers; 1 if that is not what it has."""
+    with output_to(Path(os.devnull)):
+        prepare()
+    wrong = False
+    with tempfile.TemporaryDirectory() as place:
+        for name, case in workers.CASES.items():
+            changes, *found = apart(workers.serve, Path(place), name)
+            wrong |= bool(found) != case.differ
+            print(f"{name}: {changes}", *found, sep="\n  ", flush=True)
+    return int(wrong)
 
 
 def serve(folder: Path, name: str) -> Result:
@@ -95,6 +118,7 @@ def apart(function: Callable[..., Returned], *arguments: Any) -> Returned:
 
 
 def _quietly(function: Callable[..., Returned], *arguments: Any) -> Returned:
+    signal.alarm(LIMIT_SECONDS)
     with output_to(Path(os.devnull)):
         return function(*arguments)
 

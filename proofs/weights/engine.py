@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,8 @@ def prepare(*, in_process: bool = True) -> None:
 
     # A packed weight leaves an empty parameter, which `load_weights` can't load into.
     utils.dispatch_cpu_unquantized_gemm = keep_weight
+    if find_spec("lmcache") is not None:
+        importlib.import_module("tests.connectors.whole").prepare_lmcache("lmcache-v1")
     for module in IMPORTED_ONCE:
         importlib.import_module(module)
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)

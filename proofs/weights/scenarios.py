@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tests.engines.content_models import write_adapter
 
-from .engine import WAYS
+from .engine import BLOCK, WAYS
 from .subject import ADAPTER, Subject, text
 
 A, B = text(1, 140), text(2, 140)
@@ -31,6 +32,13 @@ def with_reset(subject: Subject, **how: bool) -> None:
     subject.serve(A)
     subject.update()
     subject.reset(**how)
+    subject.serve(A, B)
+
+
+def unchanged(subject: Subject) -> None:
+    """A connector loads what it saved, and no weights change."""
+    subject.serve(A)
+    subject.reset()
     subject.serve(A, B)
 
 
@@ -143,6 +151,23 @@ def external(subject: Subject) -> None:
     with_reset(subject, reset_connector=True)
 
 
+def prefill(folder: Path, options: dict[str, Any], seed: int) -> None:
+    """Another engine computes the prompt with the weights of a seed, and fills the store."""
+    subject = Subject(folder, **options)
+    if seed:
+        subject.update(seed)
+    subject.serve(A, tokens=1)
+    subject.live.engine_core.shutdown()
+
+
+def decode(subject: Subject, *, updated: bool) -> None:
+    """This engine loads what the other one saved, with the parameters of a router."""
+    if updated:
+        subject.update()
+    subject.serve(A, extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
+    subject.serve(B)
+
+
 def _lora(subject: Subject, seed: int, *, in_place: bool) -> Any:
     """The adapter's request, after its folder got the content of a seed."""
     from vllm.lora.request import LoRARequest
@@ -202,17 +227,28 @@ class Scenario:
     level: str = "blocks"
     unseen: bool = False
     """Nothing can see the change at this level."""
+    before: Callable[[Path], None] | None = None
+    """What another engine does before this one starts."""
 
 
 SMALL = {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 512, "max_model_len": 320}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 TRANSFER = {"weight_transfer_config": {"backend": "folder"}}
+
+
+def _connected(connector: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_role": "kv_both"} | connector, "max_num_batched_tokens": 512}
+
+
+def _storing(store: Path) -> dict[str, Any]:
+    """The options of an engine that saves KV in a folder."""
+    extra = {"shared_storage_path": str(store)}
+    return _connected({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
 
 
 def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     """All of them by name; ``folder`` is the store of the connector."""
-    connector: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
-    lora = {"enable_lora": True, "max_lora_rank": 8}
     for way in [each for each in WAYS if each != "one chunk"]:
         unseen = way == "own writes, undeclared"
         yield f"no reset, {way}", Scenario(partial(no_reset, way=way), TRANSFER, unseen=unseen)
@@ -242,16 +278,25 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     yield "preempted, then resumed", Scenario(preempted, SMALL)
     yield "chunked prefill over the change", Scenario(chunked)
     yield "newer copy of an older parent", Scenario(new_parent)
-    yield (
-        "external hits after a reset",
-        Scenario(external, {"kv_transfer_config": connector, "max_num_batched_tokens": 512}),
-    )
+    yield "external hits after a reset", Scenario(external, _storing(folder / "one"))
+    if find_spec("lmcache") is not None:
+        extra = {"lmcache.chunk_size": BLOCK, "lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.1}
+        lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+        lmcache["kv_connector_module_path"] = "tests.conformance.cpu_lmcache"
+        yield "external hits after a reset, LMCache", Scenario(with_reset, _connected(lmcache))
+        yield "external hits without a change, LMCache", Scenario(unchanged, _connected(lmcache))
+    for updated in (True, False):
+        options = _storing(folder / f"pair-{updated}")
+        filled = partial(prefill, options=options, seed=int(not updated))
+        of_decode = partial(decode, updated=updated)
+        name = f"prefill and decode, only {'decode' if updated else 'prefill'} updated"
+        yield name, Scenario(of_decode, options, before=filled)
     for added in (True, False):
         by = "added" if added else "loaded by a request"
         in_place = partial(adapter, in_place=True, added=added)
         replaced = partial(adapter, in_place=False, added=added)
-        yield f"LoRA {by}, then in place", Scenario(in_place, lora)
-        yield f"LoRA {by}, then removed and added", Scenario(replaced, lora)
+        yield f"LoRA {by}, then in place", Scenario(in_place, LORA)
+        yield f"LoRA {by}, then removed and added", Scenario(replaced, LORA)
     for level in (0, 1, 2):
         yield f"sleep level {level}", Scenario(partial(sleep, level=level))
     yield "update in chunks", Scenario(chunks_of_an_update, TRANSFER)
@@ -259,7 +304,10 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     yield "drafts (ngram)", Scenario(while_running, {"speculative_config": NGRAM})
     yield "prompts as embeddings", Scenario(embedded, {"enable_prompt_embeds": True})
     yield "asynchronous scheduling", Scenario(while_running, {"async_scheduling": True})
-    yield (
-        "two workers (TP 2)",
-        Scenario(no_reset, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
-    )
+    yield "two workers (TP 2)", Scenario(no_reset, TWO_WORKERS)
+    for how in ("in place", "removed and added"):
+        reload = partial(adapter, in_place=how == "in place", added=False)
+        yield (
+            f"two workers (TP 2), LoRA loaded by a request, then {how}",
+            Scenario(reload, LORA | TWO_WORKERS),
+        )

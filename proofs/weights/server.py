@@ -136,10 +136,14 @@ def serve(folder: Path, updates: int) -> tuple[Result, list[str]]:
 def _judged(served: dict[str, Served], journals: Path) -> Result:
     """What the journal says of each output token."""
     audit = audit_paths([journals], (KeptAccounts,))
-    accounts = [account for engine in audit.engines for account in engine.of(KeptAccounts).sums]
+    accounts = [
+        (engine.auditor.ledger.weights, account)
+        for engine in audit.engines
+        for account in engine.of(KeptAccounts).sums
+    ]
     result = Result(served, {}, {}, {}, [f"{one.id} ({one.findings})" for one in audit.found])
     for name, one in served.items():
-        (use,) = (weights_of_request(each) for each in accounts if each.request_id.startswith(f"{name}-"))
+        (use,) = (weights_of_request(*of) for of in accounts if of[1].request_id.startswith(f"{name}-"))
         result.suspect[name], result.unknown[name] = use.suspect_mask().tolist(), use.unknown_mask().tolist()
         result.oldest[name] = [None] * len(one.tokens)
     return result

@@ -437,7 +437,7 @@ def test_explain_prints_a_term(run: Any) -> None:
 
 COMMANDS = [
     *("audit", "show", "summary", "why", "diff", "explain"),
-    *("whatif", "prefixes", "blocks", "ls", "prune", "compact"),
+    *("whatif", "prefixes", "turns", "blocks", "ls", "prune", "compact"),
     *("report", "export", "timeline"),
     *("doctor", "tail", "serve", "dashboards"),
     *("demo", "conformance"),

@@ -177,7 +177,7 @@ def test_a_problem_says_what_to_type(run: Any, host: Any, monkeypatch: pytest.Mo
 def test_the_known_faults_of_the_engine_here_come_first(run: Any, host: Any) -> None:
     out = run()[1]
 
-    assert out.startswith("vLLM 0.12.0.post2: 14 known faults can concern an engine here")
+    assert out.startswith("vLLM 0.12.0.post2: 15 known faults can concern an engine here")
     assert "its settings are not known" in out.partition("\n")[0]
     first = " ".join(out.partition("\n\n")[0].split())
     assert (

@@ -114,6 +114,7 @@ def test_usage_has_the_calls_of_all_hosts(hosts: Path, tmp_path: Path, capsys: P
         ["whatif", "{}", "--format", "json"],
         ["prefixes", "{}", "--format", "json"],
         ["blocks", "{}", "--format", "json"],
+        ["turns", "{}", "--format", "json"],
         ["diff", "{}/a", "{}", "--format", "json"],
         ["tail", "{}", "--format", "json"],
         ["statement", "{}", "--month", "2023-11", "--format", "json"],

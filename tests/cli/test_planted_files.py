@@ -30,6 +30,7 @@ COMMANDS = (
     "summary {} --by engine",
     "blocks {}",
     "prefixes {}",
+    "turns {}",
     "whatif {}",
     "routing {}",
     "ls {}",

@@ -43,6 +43,17 @@ def test_external_tokens_equal_the_tokens_that_the_store_served(results: dict[st
     assert 0 < results["offloading"]["totals"]["loaded"] == results["offloading"]["given"]
 
 
+def test_offloaded_tokens_of_first_admissions_come_from_the_host(results: dict[str, Any]):
+    totals = results["offloading"]["totals"]
+
+    assert {"host"} == totals["promised_by_tier"].keys()
+    assert 0 < totals["loaded_by_tier"]["host"] <= totals["loaded"]
+
+
+def test_a_multi_connector_reports_what_its_child_reports(results: dict[str, Any]):
+    assert {"external_unspecified"} == results["multi"]["totals"]["promised_by_tier"].keys()
+
+
 def test_a_new_engine_loads_what_the_first_engine_saved(results: dict[str, Any]):
     assert results["multi-again"]["totals"]["external"] > results["multi"]["totals"]["external"]
 

@@ -74,6 +74,7 @@ def start(folder: Path, name: str, executor: str = EXECUTOR) -> Any:
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=9,
         max_model_len=224,
+        disable_log_stats=False,  # without statistics vLLM does not ask for tiers
         max_num_seqs=3,
         max_num_batched_tokens=256,
         scheduler_reserve_full_isl=False,

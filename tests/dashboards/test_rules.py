@@ -65,6 +65,14 @@ def hits(local: str) -> Series:
     }
 
 
+def turn_hits(hit: str) -> Series:
+    """Of 100 prompt tokens a minute of turns, those that were hit."""
+    return {
+        of("kvledger_turn_prompt_tokens_total"): "0+100x1700",
+        of("kvledger_turn_hit_tokens_total"): hit,
+    }
+
+
 def preempted(never: str, requests: str) -> Series:
     return {
         of("kvledger_request_preemptions_bucket", 'le="0.0"'): never,
@@ -245,6 +253,9 @@ CASES = [
     Case("KvledgerHitShareFell", "to a half of yesterday", hits("0+60x1440 0+30x180"), "26h", [OF_MODEL]),
     Case("KvledgerHitShareFell", "a little", hits("0+60x1440 0+50x180"), "26h", []),
     Case("KvledgerHitShareFell", "no yesterday", hits("0+30x180"), "2h", []),
+    Case("KvledgerTurnHitShareFell", "to a half", turn_hits("0+80x1440 115200+40x180"), "26h", [OF_ENGINE]),
+    Case("KvledgerTurnHitShareFell", "a little", turn_hits("0+80x1440 115200+70x180"), "26h", []),
+    Case("KvledgerTurnHitShareFell", "no yesterday", turn_hits("0+40x180"), "2h", []),
     Case("KvledgerPreemptedRequests", "a third", preempted("0+20x40", "0+30x40"), "30m", [OF_ENGINE]),
     Case("KvledgerPreemptedRequests", "a twentieth", preempted("0+19x40", "0+20x40"), "30m", []),
     Case("KvledgerPreemptedRequests", "no requests", preempted("3x40", "9x40"), "30m", []),

@@ -25,6 +25,8 @@ class Hit:
     """The local hit of an admission, which comes after the steps that are in flight at the admission."""
 
     life: Life
+    valid: int = 1 << 62
+    """A load failed before the hit is posted: it gives no position from this one up valid KV."""
 
 
 @dataclass
@@ -50,6 +52,8 @@ class OracleAccount(Account):
     """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
+    loads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The block table at the admission of each life, by the life's number."""
     load_failures: int = 0
     failed_lives: set[int] = field(default_factory=set)
     """The numbers of the lives in which one failed."""
@@ -63,6 +67,10 @@ class OracleAccount(Account):
     """Draft tokens in flight when the request or the chunk stopped, whose output the engine drops."""
     beyond_end: int = 0
     """Tokens that the engine's count had at the end of the request, more than its sequence."""
+    had_drafts: bool = False
+    """Whether a step had drafts."""
+    without_tokens: bool = False
+    """Whether a step computed positions that have no token, so that nothing says what they count as."""
     undefined: bool = False
     """Whether a step had no token before its drafts, so that nothing says what it executed."""
 
@@ -78,6 +86,7 @@ class OracleAccount(Account):
             elif isinstance(each, Hit):
                 for position in range(each.life.local):
                     self.come(each.life, position, "local")
+                self.distrust(each.life, each.valid)
             else:
                 for position in each.positions:
                     self.load(each.life, position)
@@ -88,8 +97,15 @@ class OracleAccount(Account):
         self.load_failures += 1
         self.failed_lives.add(life.number)
         self.failed = life
+        self.lose_load(life, valid)
+
+    def lose_load(self, life: Life, valid: int) -> None:
+        """A load failed from position ``valid`` on."""
         life.pending = {position for position in life.pending if position < valid}
         self.distrust(life, valid)
+        for hit in self.queue:
+            if isinstance(hit, Hit) and hit.life is life:
+                hit.valid = min(valid, hit.valid)
         for work in self.works():
             # A request keeps its count if another one computes the failed blocks again.
             if work.life is life and not work.overrun and work.start + work.tokens > valid:
@@ -148,7 +164,7 @@ class Oracle:
     external: Lookups = field(default_factory=Lookups)
     flight: list[dict[str, Work]] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
-    """The local hit behind which the connector was last asked to look, by request."""
+    """The local hit behind which an external lookup counts, by request."""
 
     def read(self, facts: Iterable[Fact]) -> Oracle:
         for fact in facts:
@@ -156,6 +172,8 @@ class Oracle:
                 case tape.Added():
                     self._added(fact)
                 case tape.LookedUp():
+                    # Also a second lookup, after the connector had nothing for a hit of only some groups.
+                    self.asked[fact.request_id] = fact.local
                     if follows("attempts"):
                         self.local.add(fact.tokens, fact.local)
                 case tape.Matched():
@@ -192,6 +210,7 @@ class Oracle:
         promised = set(range(fact.local, fact.local + fact.external))
         life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
         account.lives.append(life)
+        account.loads[life.number] = fact.tables[0]
         account.unloaded = 0
         account.counts["promised"] += fact.external
         account.queue.append(Hit(life))
@@ -220,6 +239,14 @@ class Oracle:
                 self.external.add(len(fact.sequences[name]), life.external - account.unloaded)
             account.ran = life
             work = Work(life, fact.computed[name], tokens, drafts)
+            known = len(fact.sequences[name])
+            ahead = [each for each in account.works() if not each.overrun]
+            to_come = sum(1 + each.drafts for each in ahead if each.start + each.tokens >= known)
+            if work.start + tokens - drafts > known + to_come:
+                account.without_tokens = True
+                if account.resets and account.had_drafts:
+                    account.faults.add("reset-drops-outputs-by-tokens")
+            account.had_drafts |= drafts > 0
             account.counts["scheduled"] += tokens
             account.queue.append(work)
             step[name] = work
@@ -231,6 +258,7 @@ class Oracle:
         for name, work in step.items():
             account = self.accounts[name]
             account.catch_up()
+            self._fail_ended(account, work.life, fact.invalid_blocks)
             assert account.queue[0] is work
             del account.queue[0]
             if not work.overrun and work.drafts >= work.tokens and fact.sampled.get(name):
@@ -282,7 +310,7 @@ class Oracle:
         sampled = len(fact.sampled.get(name, ()))
         rejected = work.drafts - (sampled - 1) if work.drafts and sampled else 0
         before, after = fact.before[name].computed, fact.after[name].computed
-        if rejected and after <= before - rejected:
+        if rejected and 0 <= after <= before - rejected:  # a count of -1 stands for an unknown one
             if work.valid_below is not None:
                 account.faults.add("rejection-before-a-failed-load")
             if work.life is not account.life:
@@ -308,7 +336,29 @@ class Oracle:
                     account.unloaded += whole - fact.after[name].computed
                 account.fail_load(life, fact.after[name].computed)
                 names.add(name)
+            elif before.status == "RUNNING" and self._loads_now(account) and not life.asynchronous:
+                first, last = min(life.pending) // self.block_size, max(life.pending) // self.block_size
+                if fact.invalid_blocks.intersection(account.loads[life.number][first : last + 1]):
+                    account.faults.add("failed-load-above-the-first-hits")
         return names
+
+    @staticmethod
+    def _loads_now(account: OracleAccount) -> bool:
+        """Whether the output is that of the first step of a life which loads."""
+        works = account.works()
+        return bool(works and works[0].life is account.life and account.life.pending)
+
+    def _fail_ended(self, account: OracleAccount, life: Life, invalid: frozenset[int]) -> None:
+        """A life that ended before its synchronous load failed. The engine looks at no block of it."""
+        if life.over == "ended" and life.pending and not life.asynchronous:
+            starts = range(0, max(life.pending) + 1, self.block_size)
+            failed = [
+                start
+                for start, block in zip(starts, account.loads[life.number], strict=False)
+                if block in invalid
+            ]
+            if failed and failed[-1] + self.block_size > min(life.pending):
+                account.lose_load(life, max(min(life.pending), failed[0]))
 
     def _may_fail(self, account: OracleAccount, before: State, scheduled: int) -> tuple[int, ...]:
         """The request's blocks whose failure the engine sees."""

@@ -23,11 +23,6 @@ class Rule(NamedTuple):
 
 RULES = {
     "large blocks": Rule((0, 12), "On CPUs a block has at least 16 tokens."),
-    "one kind": Rule(
-        (0, 31),
-        "Models with states, with several kinds of windows, or with encoder inputs are not drawn: not all "
-        "that differs with them has been judged.",
-    ),
     "attempts": Rule((0, 27), "A local lookup is counted when it is made, also if no admission follows."),
     "unseen blocks": Rule((0, 10), "kvledger does not observe blocks."),
     "unread lookups": Rule((0, 16), "kvledger does not read the engine's statistics of lookups."),

@@ -270,6 +270,9 @@ class Tape:
             self._wrap(scheduler.kv_cache_manager, "free", self._of_free)
         self._wrap(scheduler.kv_cache_manager, "allocate_slots", self._of_allocate_slots)
         self._wrap(scheduler.kv_cache_manager, "get_computed_blocks", self._of_lookup)
+        coordinator = scheduler.kv_cache_manager.coordinator
+        if hasattr(coordinator, "find_longest_cache_hit_per_group"):
+            self._wrap(coordinator, "find_longest_cache_hit_per_group", self._of_lookup_by_group)
         if hasattr(scheduler, "_update_waiting_for_remote_kv"):
             self._wrap(scheduler, "_update_waiting_for_remote_kv", self._of_arrival)
         if scheduler.connector is not None:
@@ -402,6 +405,14 @@ class Tape:
         exempt = getattr(request, "skip_reading_prefix_cache", False)
         if self._scheduler.kv_cache_manager.enable_caching and not exempt:
             self.facts.append(LookedUp(request.request_id, request.num_tokens, result[1]))
+        return result
+
+    def _of_lookup_by_group(self, call: Callable[..., Any], block_hashes: Any, *args: Any) -> Any:
+        """The scheduler itself looks up a request of a model with states, where it has a connector."""
+        result = call(block_hashes, *args)
+        for request in self._scheduler.requests.values():
+            if request.block_hashes is block_hashes:
+                self.facts.append(LookedUp(request.request_id, request.num_tokens, max(result[1])))
         return result
 
     def _of_match(self, call: Callable[..., Any], request: Any, local: int) -> Any:

@@ -23,6 +23,7 @@ from tests.differential.random_histories import Add, History, Output, Preempt, S
 from tests.differential.tape import Allocated, Scheduled, Tape
 from tests.engines.observed import audited
 from tests.histories import GOLDEN
+from tests.releases import built
 from tests.scenarios.corpus import HISTORIES
 
 from kvledger.audit.events import Preempted
@@ -55,11 +56,7 @@ def test_ledger_and_oracle_agree_on_histories_that_once_differed(seed: int) -> N
 @pytest.mark.releases
 @pytest.mark.parametrize("release", ["0.33.0"])
 def test_ledger_and_oracle_agree_in_another_release(release: str) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(ROOT / "scripts")
-        releases: Any = importlib.import_module("releases")
-    if not releases.is_built(release):
-        pytest.skip(f"not here: python3 scripts/releases.py build {release}")
+    releases = built(release)
     environment = releases.environ(release)
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
     command = [releases.BIN / "python", "-m", "tests.differential.compare", "500", "--first", "0"]

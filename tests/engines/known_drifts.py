@@ -10,7 +10,7 @@ _SCENARIOS = {
     """,
     "session-chunk-missing": """
         session_async session_async_speculative session_of_states_async session_of_states_sync
-        session_speculative session_sync
+        session_speculative session_sync session_with_three_batches
     """,
     "full-hit-token-missing": """
         external_async_async external_async_consumer external_async_sync full_external_hit
@@ -21,6 +21,7 @@ _SCENARIOS = {
         replayed_window_async replayed_window_sync
     """,
     "recomputed-prompt-missing": """
+        load_failure_after_a_preemption_async load_failure_after_a_preemption_sync
         crowd_async crowd_async_consumer crowd_async_external crowd_async_speculative crowd_external
         crowd_hybrid crowd_sync double_allocation_after_preemption_two_groups
         external_preempted_async external_preempted_sync load_failure_recomputed_in_chunks_async
@@ -68,6 +69,7 @@ _SCENARIOS = {
         load_failure_of_a_shared_block_async
     """,
     "lookup-load-failed": """
+        load_failure_after_a_preemption_async load_failure_after_a_preemption_sync
         asynchronous_load_fails_in_part asynchronous_load_fails_wholly load_failure_as_a_whole_async
         load_failure_as_a_whole_groups load_failure_as_a_whole_sync load_failure_async_partial_async
         load_failure_async_partial_sync load_failure_async_policy_fail_async
@@ -81,6 +83,7 @@ _SCENARIOS = {
         load_failure_read_by_a_neighbour
     """,
     "lookup-resumed-missing": """
+        load_failure_after_a_preemption_async load_failure_after_a_preemption_sync
         asked_again_after_preemption crowd_async crowd_async_consumer crowd_async_external
         crowd_async_speculative crowd_external crowd_hybrid crowd_sync
         double_allocation_after_preemption_two_groups external_preempted_async

@@ -44,6 +44,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "load_failure_recomputed_in_chunks_async": {FAILED_LOAD_COUNTED},
     "load_failure_read_by_a_neighbour": {FAILED_LOAD_COUNTED},  # at level blocks: see ``OF_BLOCKS``
     "load_failure_then_reset": {FAILED_LOAD_COUNTED},
+    "load_failure_after_a_preemption_sync": {FAILED_LOAD_COUNTED},
+    "load_failure_after_a_preemption_async": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_sync": {FAILED_LOAD_COUNTED},
     "load_failure_async_partial_async": {FAILED_LOAD_COUNTED},
     "local_hit_fails_sync": {FAILED_LOAD_COUNTED},
@@ -64,6 +66,12 @@ OF_BLOCKS = {
     "load_failure_in_a_window_loads_async": {("blocks/read-invalid", "r")},
     "load_failure_in_a_window_sync": {("blocks/read-invalid", "r")},
     "load_failure_read_by_a_neighbour": {("blocks/read-invalid", "b")},
+    **{
+        f"load_failure_after_a_preemption_{each}": {
+            *(("blocks/read-invalid", "r"), ("blocks/read-invalid", "next"), ("blocks/hash-content", "r")),
+        }
+        for each in ("sync", "async")
+    },
     "session_of_states_async": {("blocks/read-invalid", "s")},
     "whole_prompt_is_loaded_chunks": {("blocks/read-invalid", "s")},
     "whole_prompt_is_loaded_sliding": {("blocks/read-invalid", "r")},

@@ -11,7 +11,8 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit.engines.pool.isolation import IsolationClasses
-from kvledger.audit.engines.request_labels import CHARACTERS, MOST_GROUPS, OTHER, LabelReader, group_pattern
+from kvledger.audit.engines.request_labels import CHARACTERS, GROUP, MOST_GROUPS, OTHER, LabelReader
+from kvledger.audit.engines.request_labels import pattern as pattern_in
 from kvledger.audit.hash_key import VARIABLE
 from kvledger.audit.text import clean
 
@@ -101,12 +102,31 @@ def test_a_label_is_short_and_can_be_encoded() -> None:
     msgspec.msgpack.encode(labels)
 
 
+def test_a_session_is_vllms_own_or_found_in_the_request_id() -> None:
+    named = request("chat-7-2")
+    named.session_id = "agent 9"
+    read = LabelReader(IsolationClasses(), None, re.compile(r"^(chat-\d+)-"))
+
+    assert ev.RequestLabels(session="agent 9") == read.of(named)
+    assert ev.RequestLabels(session="chat-7") == read.of(request("chat-7-2"))
+    assert read.of(request("other")) is None
+
+
+def test_two_long_session_ids_stay_apart() -> None:
+    one, other = request(), request()
+    one.session_id, other.session_id = "s" * 5000 + "1", "s" * 5000 + "2"
+    labels, others = reader().of(one), reader().of(other)
+
+    assert labels is not None and others is not None
+    assert labels.session != others.session and len(labels.session) < 300
+
+
 @pytest.mark.parametrize(("text", "found"), [("", None), ("(", None), (r"^(\w+)-", r"^(\w+)-")])
 def test_a_pattern_that_is_no_regular_expression_is_ignored(
     text: str, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("KVLEDGER_GROUP", text)
-    pattern = group_pattern()
+    pattern = pattern_in(GROUP)
 
     assert found == (pattern.pattern if pattern else None)
     assert ("no regular expression" in caplog.text) == (text == "(")

@@ -12,7 +12,7 @@ import pytest
 from kvledger.audit.engines import weights_watch
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.engines.weights_watch import WeightsWatch, mark_weights
-from kvledger.audit.events import DECLARED, LABELLED, POSSIBLE, WeightsChanged
+from kvledger.audit.events import DECLARED, DETECTED, LABELLED, LOOK, POSSIBLE, WeightsChanged
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 
@@ -30,6 +30,8 @@ class EngineCore:
         return ["done"]
 
     def add_lora(self, lora_request: Any) -> bool:
+        if lora_request.lora_path == "fails":
+            raise ValueError("no such adapter")
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -46,7 +48,7 @@ class EngineCore:
 
 
 class Scheduler:
-    vllm_config = None
+    vllm_config: Any = None
 
 
 class Engine:
@@ -181,6 +183,18 @@ def test_an_adapter_that_was_removed_and_added_again_may_have_changed(engine):
     assert [(1, "add_lora", POSSIBLE)] == engine.changes()
 
 
+@pytest.mark.parametrize(("workers", "changes"), [(1, []), (2, [(1, "add_lora", POSSIBLE)])])
+def test_an_adapter_that_one_of_several_workers_could_not_load_may_have_changed_on_others(
+    engine, workers: int, changes: list[Any]
+):
+    parallel = SimpleNamespace(world_size=workers)
+    engine.core.scheduler.vllm_config = SimpleNamespace(parallel_config=parallel)
+    engine.core.add_lora(adapter("sql", 1))
+    with pytest.raises(ValueError, match="no such adapter"):
+        engine.core.add_lora(adapter("sql", 1, "fails", load_inplace=True))
+    assert changes == engine.changes()
+
+
 def test_an_adapter_of_tensors_that_is_added_again_has_changed(engine):
     engine.core.add_lora(adapter("policy", 1, lora_tensors={}))
     engine.core.remove_lora(1)
@@ -218,3 +232,55 @@ def test_a_hook_that_fails_is_told_and_the_call_returns(engine):
     engine.watch._rpc = None  # type: ignore[assignment]
     assert ["done"] == engine.core.collective_rpc("reload_weights")
     assert "collective_rpc" == engine.failures[0][0]
+
+
+class Digest:
+    """Stands for the digest of a model. ``equal``: what the next comparisons say."""
+
+    equal = True
+
+    def looks_equal(self) -> bool:
+        return self.equal
+
+    def is_equal(self) -> bool:
+        return self.equal
+
+
+@pytest.fixture
+def looking(engine):
+    engine.watch._digests, engine.watch._look_us = [Digest()], 1.0
+    engine.step += 1
+    return engine
+
+
+def test_a_look_is_recorded_whatever_it_finds(looking):
+    looking.watch.look_now()
+    looking.step, looking.watch._digests[0].equal = 2, False
+    looking.watch.look_now()
+    assert [(0, LOOK, DETECTED), (1, LOOK, DETECTED)] == looking.changes()
+
+
+def test_a_second_look_before_a_step_is_none(looking):
+    looking.watch.look_now()
+    looking.watch.look_now()
+    assert 1 == len(looking.changes())
+
+
+def test_a_change_before_a_call_is_not_the_calls(looking):
+    looking.watch._digests[0].equal = False
+    looking.core.collective_rpc("check_health")
+    assert [(1, LOOK, DETECTED)] == looking.changes()
+
+
+def test_weights_that_are_not_in_memory_are_not_read(looking):
+    looking.core.sleep(1)
+    looking.step += 1
+    looking.changes()
+    looking.watch.look_now()
+    assert [] == looking.changes()
+    looking.core.wake_up(["kv_cache"])
+    looking.watch.look_now()
+    assert [] == looking.changes()
+    looking.core.wake_up(["weights"])
+    looking.watch.look_now()
+    assert [(0, LOOK, DETECTED)] == looking.changes()

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 from tests.scenarios.driving import Driver, engine_setup, lora
 
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines import observer as observer_module
-from kvledger.audit.engines import step_log as step_log_module
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
 
@@ -102,6 +101,42 @@ def serve(folder: Path, name: str, *phases: tuple[Plan, float], began: float = 0
     )
 
 
+class Planned(Protocol):
+    """An engine with a time of its own, in seconds."""
+
+    now: float
+
+
+def nanoseconds(engine: Planned) -> int:
+    """The time of an engine, for its observer."""
+    return round(engine.now * 1e9)
+
+
+@contextmanager
+def planned_clock(engine: Planned) -> Iterator[None]:
+    """Let observers take the time of an engine."""
+    planned = SimpleNamespace(
+        monotonic_ns=lambda: nanoseconds(engine),
+        monotonic=lambda: engine.now,
+        time=lambda: BEGAN + engine.now,
+        perf_counter_ns=time.perf_counter_ns,
+    )
+    with (
+        patch.object(observer_module, "time", planned),
+        patch("kvledger.audit.journal.recorder.time", planned),
+        patch("kvledger.audit.journal.memory_recorder.time", planned),
+    ):
+        yield
+
+
+def write_journal(folder: Path, sink: MemoryRecorder) -> None:
+    """Write what an observer recorded."""
+    writer = JournalWriter(folder)
+    writer.rotate()
+    writer.write(sink.take())
+    writer.close()
+
+
 Queue = list[tuple[float, str, Plan]]
 """When a request arrives, of which tenant, and the plan of that time."""
 
@@ -114,39 +149,24 @@ class _Engine:
 
     def run(self, folder: Path, queue: Queue) -> float:
         """Serve the requests of the queue and write the journal."""
-        with self._clock():
+        with planned_clock(self):
             setup = engine_setup(**{"blocks": 400, "max_running": 8} | dict(self.plan.setup))
             driver = Driver(setup, record=False)
             driver.scheduler.vllm_config.model_config.served_model_name = self.plan.model
             sink = MemoryRecorder()
             version = self.plan.version or host_version()
             observer = choose(driver.scheduler)(
-                driver.scheduler, sink, version=version, level=self.plan.level
+                driver.scheduler,
+                sink,
+                version=version,
+                level=self.plan.level,
+                clock=lambda: nanoseconds(self),
             )
             observer.start()
             self._serve(driver, queue)
             observer.stop("shutdown")
-        writer = JournalWriter(folder)
-        writer.rotate()
-        writer.write(sink.take())
-        writer.close()
+        write_journal(folder, sink)
         return self.now
-
-    @contextmanager
-    def _clock(self) -> Iterator[None]:
-        planned = SimpleNamespace(
-            monotonic_ns=lambda: round(self.now * 1e9),
-            monotonic=lambda: self.now,
-            time=lambda: BEGAN + self.now,
-            perf_counter_ns=time.perf_counter_ns,
-        )
-        with (
-            patch.object(observer_module, "time", planned),
-            patch.object(step_log_module, "time", planned),
-            patch("kvledger.audit.journal.recorder.time", planned),
-            patch("kvledger.audit.journal.memory_recorder.time", planned),
-        ):
-            yield
 
     def _serve(self, driver: Driver, queue: Queue) -> None:
         waiting = deque(queue)

@@ -34,6 +34,7 @@ class Rule(NamedTuple):
 
 
 GROUND = (
+    "audit.bounded_tables",
     "audit.client_ids",
     "audit.errors",
     "audit.events",
@@ -63,6 +64,7 @@ RULES = {
     "audit.events": Rule(ours=("audit.errors",)),
     "audit.pool_calls": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
+    "audit.bounded_tables": Rule(libraries=NONE),
     "audit.client_ids": Rule(libraries=NONE),
     "audit.hash_key": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.journal.possible_events": Rule(ours=EVENTS),
@@ -149,6 +151,7 @@ RULES = {
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.repro": OUTER._replace(libraries=MSGSPEC | HOST),
+    "audit.simulate": OUTER._replace(libraries=MSGSPEC | HOST),
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
     "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.metric_list"), libraries=NONE),

@@ -21,11 +21,15 @@ OTHERS = {
     "audit/replay/block_traces.py": "a request trace that the user names",
     "audit/repro/bisect.py": "the output of its own process",
     "audit/repro/vllm_process.py": "the threads of its own process",
+    "audit/simulate/processes.py": "a folder of its own for one command",
+    "audit/simulate/study.py": "a folder of its own for one command",
     "cli_run.py": "the null device",
+    "exporters/asgi.py": "a log that the user names",
     "exporters/billing/chain.py": "a statement that the user names",
     "exporters/billing/run.py": "a statement that the user names",
     "exporters/facts/dataset.py": "a folder of its own for one command",
     "exporters/metrics/backfill.py": "a file that the user names",
+    "exporters/messages.py": "a log that the user names",
     "exporters/notebook.py": "a file that the user names",
     "exporters/reports/html_page.py": "a file that the user names",
     "exporters/reports/pictures.py": "a file that the user names",
@@ -36,7 +40,6 @@ OTHERS = {
     "exporters/sidecar/web_config.py": "a file that the user names",
     "exporters/trace/timeline.py": "a file that the user names",
     "exporters/usage_logs.py": "a log that the user names",
-    "exporters/usage_middleware.py": "a log that the user names",
 }
 
 OPENERS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "FileIO", "ParquetFile", "mmap"}

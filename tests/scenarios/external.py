@@ -246,6 +246,26 @@ def load_failure_read_by_a_neighbour(attach: Attach = id, **setup: Any) -> Drive
     return driver
 
 
+@workload("failed load", **BOTH)
+def load_failure_after_a_preemption(attach: Attach = id, **setup: Any) -> Driver:
+    """Request `r` is preempted while the step that loads for it is in flight, and the load fails.
+
+    Request `r` resumes with a hit on the failed blocks, and `next` has the same hit.
+    """
+    driver = start(attach, connector="scripted", **setup)
+    driver.connector.answer_lookups("r", 112, 0)
+    driver.connector.answer_lookups("next", 0)
+    driver.add("r", 120, 3)
+    driver.schedule()
+    failed = driver.blocks("r")[2:7]
+    driver.preempt("r")
+    driver.output(invalid_blocks=failed)
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+    return driver
+
+
 @workload("failed load", "reset under running requests")
 def load_failure_then_reset(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails, and the cache is reset before the tokens are computed again."""

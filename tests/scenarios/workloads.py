@@ -172,6 +172,22 @@ def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("session", "async")
+def session_with_three_batches(attach: Attach = id, **setup: Any) -> Driver:
+    """The next chunk is there when a turn stops, and two steps are in flight then."""
+    driver = start(attach, asynchronous=True, **setup)
+    driver.add("s", 16, 5, resumable=True)
+    driver.add("s", 3, 4, resumable=True)
+    for _ in range(20):
+        while len(driver.in_flight) < 3 and driver.scheduler.has_requests():
+            driver.schedule()
+        if driver.in_flight:
+            driver.output()
+    driver.close("s")
+    driver.run()
+    return driver
+
+
 @workload("session", sync={}, **{"async": {"asynchronous": True}})
 def session_closed(attach: Attach = id, **setup: Any) -> Driver:
     """The session's end arrives before its turn stops, with as many steps in flight as the engine lets."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,11 @@ SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
 SILENT = {"kvledger: Trust, Last findings"}
 """The table of findings is empty until there is a finding; the last test makes one."""
 
-LEVEL_BLOCKS = {f"{tokens_board.TITLE}, {panel.title}" for panel in tokens_board.BLOCKS.panels}
+LEVEL_BLOCKS = {
+    *(f"{tokens_board.TITLE}, {panel.title}" for panel in tokens_board.BLOCKS.panels),
+    f"{tokens_board.TITLE}, Reused of what turns could have reused",
+    "engine:kvledger_turn_prompt_tokens_hit:ratio_rate1h",
+}
 LEVEL_CONTENT = {f"{trust_board.TITLE}, {panel.title}" for panel in trust_board.CONTENTS.panels}
 KV_EVENTS = {
     *(f"{trust_board.TITLE}, {panel.title}" for panel in trust_board.KV_EVENTS.panels),
@@ -118,6 +123,31 @@ def _failed(*command: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode != 0
     except OSError:
         return True
+
+
+@contextlib.contextmanager
+def full(volume: Path) -> Iterator[None]:
+    """Leave no room on a volume, also where the sidecar replaces a file by a smaller one meanwhile."""
+    filler = volume / "filler"
+    ends = threading.Event()
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not ends.is_set():
+                with contextlib.suppress(OSError):
+                    while file.write(os.urandom(1 << 12)):
+                        pass
+                ends.wait(0.02)
+
+    writer = threading.Thread(target=fill)
+    writer.start()
+    try:
+        wait_until(lambda: os.statvfs(volume).f_bavail == 0, SETTLE_SECONDS)
+        yield
+    finally:
+        ends.set()
+        writer.join()
+        filler.unlink()
 
 
 def prompts_of(name: str, count: int) -> list[list[int]]:
@@ -205,13 +235,9 @@ def test_a_full_disk_loses_events_and_no_answers(deployment: Deployment) -> None
     if not deployment.mounted:
         pytest.skip("no volume of its own could be mounted for the journal")
     ask = deployment.prometheus.value
-    filler = deployment.journals / "filler"
-    with filler.open("wb") as file, contextlib.suppress(OSError):
-        while file.write(os.urandom(1 << 16)):
-            file.flush()
     before = ask("sum(kvledger_requests_total)")
-    deployment.crowd(24, "on a full disk")
-    filler.unlink()
+    with full(deployment.journals):
+        deployment.crowd(24, "on a full disk")
     deployment.crowd(24, "on a free one")
 
     wait_until(lambda: (ask("sum(kvledger_gaps_total)") or 0) > 0, SETTLE_SECONDS)

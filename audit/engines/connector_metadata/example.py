@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves, whole_blocks
+from .metadata_reader import LoadedBlocks, MetadataReader, whole_blocks
 
 
 class ExampleReader(MetadataReader):
@@ -23,12 +23,13 @@ class ExampleReader(MetadataReader):
                 filled.update(slot // block_size for slot in request.slot_mapping.flatten().tolist())
         return filled
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        moves = Moves([], [])
-        for request in metadata.requests:
-            blocks = whole_blocks(request.slot_mapping.flatten().tolist(), block_size)
-            if request.is_store:
-                moves.stored.extend(blocks)
-            else:
-                moves.loads.append(LoadedBlocks("", blocks, False))
-        return moves
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
+        return [block for row in metadata.requests if row.is_store for block in _blocks(row, block_size)]
+
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
+        rows = [row for row in metadata.requests if not row.is_store]
+        return [LoadedBlocks("", _blocks(row, block_size), False) for row in rows]
+
+
+def _blocks(request: Any, block_size: int) -> list[int]:
+    return whole_blocks(request.slot_mapping.flatten().tolist(), block_size)

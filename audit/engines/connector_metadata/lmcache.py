@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved, Tracking, whole_blocks
+from .metadata_reader import LoadedBlocks, MetadataReader, Saved, Tracking, whole_blocks
 
 
 class LMCacheReader(MetadataReader):
@@ -50,17 +50,18 @@ class LMCacheReader(MetadataReader):
                 start = load.vllm_cached_tokens // self.chunk_tokens * self.chunk_tokens
                 yield request.slot_mapping[start : load.lmcache_cached_tokens].tolist()
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        loads = [
-            LoadedBlocks("", whole_blocks(slots, block_size), False) for slots in self._loaded_slots(metadata)
-        ]
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
+        slots = self._loaded_slots(metadata)
+        return [LoadedBlocks("", whole_blocks(each, block_size), False) for each in slots]
+
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
         stored: list[int] = []
         for request in metadata.requests:
             save = request.save_spec
             if save is not None and save.can_save:
                 slots = request.slot_mapping[save.skip_leading_tokens : len(request.token_ids)].tolist()
                 stored += whole_blocks(slots, block_size)
-        return Moves(stored, loads)
+        return stored
 
     def saves(self, metadata: Any) -> Iterable[Saved]:
         for request in metadata.requests:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved
+from .metadata_reader import LoadedBlocks, MetadataReader, Saved
 
 
 class LMCacheMPReader(MetadataReader):
@@ -31,16 +31,17 @@ class LMCacheMPReader(MetadataReader):
             for block in _blocks(request.op)
         }
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        moves = Moves([], [])
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
+        rows = [row for row in metadata.requests if row.direction == "STORE"]
+        return [block for row in rows for block in _blocks(row.op)]
+
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
+        loads = []
         for request in metadata.requests:
-            blocks = _blocks(request.op)
-            if request.direction == "STORE":
-                moves.stored.extend(blocks)
-            else:
+            if request.direction != "STORE":
                 skipped = -(-int(getattr(request.op, "skip_first_n_tokens", 0)) // block_size)
-                moves.loads.append(LoadedBlocks(request.request_id, blocks[skipped:], True))
-        return moves
+                loads.append(LoadedBlocks(request.request_id, _blocks(request.op)[skipped:], True))
+        return loads
 
     def saves(self, metadata: Any) -> Iterable[Saved]:
         for request in metadata.requests:

@@ -90,9 +90,17 @@ class MetadataReader:
         """Whether nothing but this engine writes to the store."""
         return False
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        """The whole blocks that ``metadata`` orders to be stored and loaded."""
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
+        """The whole blocks that ``metadata`` orders to be stored."""
+        return []
+
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
+        """The loads that ``metadata`` orders, with their whole blocks."""
         raise NotImplementedError
+
+    def moves(self, metadata: Any, block_size: int) -> Moves:
+        """Both."""
+        return Moves(self.stored(metadata, block_size), self.loads(metadata, block_size))
 
     def handed_over(self, metadata: Any) -> Iterable[str]:
         """Requests of which ``metadata`` says that another engine will read their blocks, each once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves
+from .metadata_reader import LoadedBlocks, MetadataReader
 
 
 class NixlReader(MetadataReader):
@@ -44,9 +44,9 @@ class NixlReader(MetadataReader):
                 filled.update(ids if isinstance(ids, list | tuple) else (ids,))
         return filled
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
         rows = ((name, self._whole(row, block_size)) for name, row in metadata.reqs_to_recv.items())
-        return Moves([], [LoadedBlocks(name, blocks, True) for name, blocks in rows if blocks])
+        return [LoadedBlocks(name, blocks, True) for name, blocks in rows if blocks]
 
     def _whole(self, received: Any, block_size: int) -> list[int]:
         """The full blocks of one load; none if the prefill engine splits its blocks over other workers."""

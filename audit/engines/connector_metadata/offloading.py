@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves
+from .metadata_reader import LoadedBlocks, MetadataReader
 
 
 class OffloadingReader(MetadataReader):
@@ -31,14 +31,16 @@ class OffloadingReader(MetadataReader):
             specs = [transfer[1] for transfer in metadata.reqs_to_load.values()]
         return {int(block) for spec in specs for block in spec.block_ids}
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        moves = Moves([], [])
-        if not hasattr(metadata, "load_jobs"):
-            return moves
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
+        stored: list[int] = []
         for job in getattr(metadata, "store_jobs", {}).values():
             source = job.src_spec if hasattr(job, "src_spec") else job.transfer_spec[0]
-            moves.stored.extend(map(int, source.block_ids))
-        for job in metadata.load_jobs.values():
+            stored.extend(map(int, source.block_ids))
+        return stored
+
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
+        loads = []
+        for job in getattr(metadata, "load_jobs", {}).values():
             target = job.dst_spec if hasattr(job, "dst_spec") else job.transfer_spec[1]
-            moves.loads.append(LoadedBlocks(job.req_id, list(map(int, target.block_ids)), True))
-        return moves
+            loads.append(LoadedBlocks(job.req_id, list(map(int, target.block_ids)), True))
+        return loads

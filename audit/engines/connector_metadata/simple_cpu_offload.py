@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Moves
+from .metadata_reader import LoadedBlocks, MetadataReader
 
 
 class SimpleCPUOffloadReader(MetadataReader):
@@ -20,10 +20,12 @@ class SimpleCPUOffloadReader(MetadataReader):
     def filled(self, metadata: Any, block_size: int) -> set[int]:
         return set(metadata.load_gpu_blocks)
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
+    def stored(self, metadata: Any, block_size: int) -> list[int]:
+        return list(metadata.store_gpu_blocks)
+
+    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
         """All loads of a step finish together, so they belong to the first request of the step."""
-        moves = Moves(list(metadata.store_gpu_blocks), [])
-        if metadata.load_gpu_blocks:
-            request_id = metadata.load_event_to_reqs[metadata.load_event][0]
-            moves.loads.append(LoadedBlocks(request_id, list(metadata.load_gpu_blocks), True))
-        return moves
+        if not metadata.load_gpu_blocks:
+            return []
+        request_id = metadata.load_event_to_reqs[metadata.load_event][0]
+        return [LoadedBlocks(request_id, list(metadata.load_gpu_blocks), True)]

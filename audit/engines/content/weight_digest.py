@@ -8,7 +8,7 @@ of a tensor can't be used: vLLM and trainers write through ``.data``, which does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +19,22 @@ SAMPLES = 256
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class WeightDigest:
-    """The digests of one model. ``model``: a ``torch.nn.Module``."""
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether each worker of a tensor-parallel group has all of a parameter: no layer of vLLM splits it.
 
-    def __init__(self, model: Any) -> None:
+    False of one that can't be read.
+    """
+    return bool(tensor.numel()) and not (hasattr(tensor, "output_dim") or hasattr(tensor, "input_dim"))
+
+
+class WeightDigest:
+    """The digests of one model. ``model``: a ``torch.nn.Module``. ``of``: which parameters are read."""
+
+    def __init__(self, model: Any, of: Callable[[torch.Tensor], bool] | None = None) -> None:
         self._model = model
         """The model, whose parameters may be replaced at any time."""
+        self._of = of
+        """Selects the parameters; None: all of them, and the buffers."""
         self._whole = self._read_all()
         """The last digest of all weights, by tensor."""
         self._sampled = self._read_samples()
@@ -52,8 +62,11 @@ class WeightDigest:
         return same
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters()
-        yield from self._model.named_buffers()
+        if self._of is None:
+            yield from self._model.named_parameters()
+            yield from self._model.named_buffers()
+        else:
+            yield from (each for each in self._model.named_parameters() if self._of(each[1]))
 
     def _read_all(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor its shape and two sums modulo 2**64, weighted by row and by column; () if empty."""

@@ -38,7 +38,7 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
                 holdings.report_cached(HASHED_OTHERWISE, whose, event.pool, block, end, covered, request)
             elif end > sequence_tokens >= 0:
                 holdings.report_cached(SEQUENCE, whose, event.pool, block, end, sequence_tokens, request)
-                pool.records[block].wrong_from = sequence_tokens
+                pool.records[block].wrong = [(sequence_tokens, end, SEQUENCE)]
         if named >= 0:
             holdings.newly_cached.append((event.pool, named, blocks, ends))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import events as ev
+from ...bounded_tables import keep_newest
 from ..account import Account
 from ..statements import RemovedRange
 from ..weights import Made, Weights
@@ -26,6 +27,7 @@ from .records import (
     LifeLacks,
     Operation,
     Pool,
+    Rewrite,
     hash_text,
 )
 
@@ -81,8 +83,12 @@ class Holdings:
         """Where the tables of a request's life begin: by request, and by pool and group."""
         self.begun: dict[int, tuple[int, int]] = {}
         """By request: first position and number of its lowest step whose window is not judged yet."""
+        self.keeps_state_places = False
+        """Whether a session's next turn goes on from the block of the step before, known by the runner."""
         self.state_ends: dict[int, int] = {}
         """Where the last state ends of a request whose count fell and that no step has scheduled since."""
+        self.rewrites: dict[int, Rewrite] = {}
+        """By session: the cached blocks that its next turn is to write over."""
         self.newly_cached: list[tuple[int, int, list[int], list[int]]] = []
         """What this step cached: pool, request, blocks, ends. Checked against loads after the step."""
         self.hash_awaited: set[tuple[int, int]] = set()
@@ -121,6 +127,7 @@ class Holdings:
         self.left.clear()
         self.begun.clear()
         self.state_ends.clear()
+        self.rewrites.clear()
         self.isolation.clear()
         self.store_keys.clear()
         self.hit_blocks.clear()
@@ -170,11 +177,10 @@ class Holdings:
                 pool.removed.pop(hash_id, None)
                 if how:
                     pool.removed[hash_id] = (step, UNKNOWN, how)
-                    if len(pool.removed) > REMOVED_HASHES_KEPT * pool.blocks:
-                        del pool.removed[next(iter(pool.removed))]
+                    keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
-        record.isolation, record.wrong_from = None, UNKNOWN
+        record.isolation, record.wrong = None, []
 
     # --- holders, operations, findings -------------------------------------------------------------
 

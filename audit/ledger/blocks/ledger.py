@@ -10,12 +10,13 @@ compares both with its own and then adopts them, so that one fault is reported o
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 from ... import events as ev
 from ..account import Account
 from ..life import Life
-from . import hashes, provenance, reads, states, store, weights_of_blocks, windows
+from . import hashes, provenance, reads, rewrites, states, store, weights_of_blocks, windows
 from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
 from .holdings import Accounts, Holdings, Scheduled
@@ -83,6 +84,7 @@ class BlockLedger(Holdings):
         if type(event) is ev.BlocksSaved:
             weights_of_blocks.saved(self, event)
         self.invalid_hits = []
+        rewrites.after(self, event, scheduled)
         reads.after(self, event, scheduled)
         windows.after(self, event, step, scheduled)
         states.after(self, event, step, scheduled)
@@ -97,10 +99,17 @@ class BlockLedger(Holdings):
         """Note that external tokens [start, end) of a life were lost for ``cause``."""
         reads.lost(self, request, life, start, end, cause)
 
+    def load_failed(self, request: int, life: Life, failed: Collection[int]) -> list[BlockFinding]:
+        """Blocks failed to load for a life that has ended. Return the subjects about those still cached."""
+        self.findings = []
+        reads.failed_after_the_end(self, request, life, failed)
+        return self.findings
+
     def life_ends(self, account: Account, life: Life, cause: str) -> list[BlockFinding]:
         """A life ends; its account has the last counts. Return the subjects about its blocks."""
         self.findings = []
         provenance.life_ends(self, account, life, cause)
         windows.life_ends(self, account.request)
         states.life_ends(self, account.request)
+        rewrites.life_ends(self, account.request)
         return self.findings

@@ -156,7 +156,7 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
         to.hash_ids, from_.hash_ids = from_.hash_ids, []
         to.has_hash, from_.has_hash = from_.has_hash, 0
         to.end, to.cached_for, to.writer = from_.end, from_.cached_for, from_.writer
-        to.isolation, to.least_end, to.wrong_from = from_.isolation, from_.least_end, from_.wrong_from
+        to.isolation, to.least_end, to.wrong = from_.isolation, from_.least_end, from_.wrong
         to.filled, to.begin, to.room_end = from_.filled, from_.begin, from_.room_end
 
 

@@ -29,11 +29,11 @@ class PoolContents(msgspec.Struct):
             owner[block] = request
         return [(block, ids) for block in blocks if (ids := leave(block, None))]
 
-    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int, int]]:
-        """Request, block, hash id and end of each block that an event caches; -1: no request is known."""
-        for named, _, _, blocks, hash_ids, ends in event.calls():
+    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int, int, int]]:
+        """Request, group, block, hash id and end of each block that is cached; -1: no request is known."""
+        for named, group, _, blocks, hash_ids, ends in event.calls():
             writers = repeat(named) if named >= 0 else (self.owner.get(block, -1) for block in blocks)
-            yield from zip(writers, blocks, hash_ids, ends, strict=False)
+            yield from zip(writers, repeat(group), blocks, hash_ids, ends, strict=False)
 
     def move(self, source: int, target: int) -> None:
         """The hash ids of a block go to another one."""

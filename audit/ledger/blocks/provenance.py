@@ -24,9 +24,11 @@ EVERY = 1 << 62
 
 SEQUENCE, PENDING, FAILED, UNFILLED = "sequence", "pending", "failed", "unfilled"
 TAINTED, LEFT, ABSENT, OVERWRITTEN = "tainted", "left", "absent", "overwritten"
+REWRITTEN = "rewritten"
 """Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
 failed; nothing computed them; they were computed from KV that was not valid; their block left the table;
-the table never had a block for them; a later step wrote its state over theirs.
+the table never had a block for them; a later step wrote its state over theirs;
+a later turn of a session wrote other tokens over them.
 See also :data:`USED_UNLOADED`."""
 
 HASHED_OTHERWISE = "hashed_otherwise"
@@ -76,8 +78,7 @@ def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -
     if record.filled is not None:
         known = record.filled.lacks
         lacks += _of_life(holdings, number, block, record, record.filled) if known is None else known
-    if record.wrong_from >= 0:
-        lacks.append((record.wrong_from, record.end, SEQUENCE))
+    lacks += record.wrong
     return _clipped(lacks, max(start, record.begin), min(end, record.room_end)) if lacks else lacks
 
 
@@ -124,17 +125,22 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
     if lacks is None or lacks.life != life.number:
         return
     known = account.unknown is None
-    of_any = _life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN)
+    of_any = list(_life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN))
     filled_below = min((low for low, _, _ in of_any), default=EVERY)
     whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
+    unplaced = replace(whole, lacks=of_any)
     uncached = Filled(account.request, account.request_id, life.number, None, life.made or [BEFORE])
     for number, block in lacks.blocks:
         record = holdings.pools[number].records[block]
         filled = record.filled
         if filled is None or filled.lacks is not None or filled.request != account.request:
             continue
-        if not known or record.begin < 0:  # what a block lacks that is cached later is not known
-            record.filled = uncached if known else None
+        if not known:
+            record.filled = None
+            continue
+        if record.begin < 0:  # its positions are known if it is cached later
+            in_part = lacks.loaded_end >= 0 and (number, block) not in lacks.failed
+            record.filled = uncached if in_part else unplaced
             continue
         if record.room_end <= filled_below:
             record.filled = whole
@@ -143,11 +149,11 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
         left = _clipped(of_block, record.begin, record.room_end)
         record.filled = replace(whole, lacks=left)
         if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
-            _report_promised(holdings, number, block, record)
+            report_promised(holdings, number, block, record)
     del holdings.lives[account.request]
 
 
-def _report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
+def report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
     """Report a cached block that lacks positions that its hash stands for, and that nothing will fill."""
     for low, _, why in lacking(holdings, number, block, record.begin, record.end):
         if why in PROMISED:

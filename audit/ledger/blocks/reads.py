@@ -8,14 +8,28 @@ wrong without an event, so a steady step costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from msgspec.structs import replace
 
 from ... import events as ev
 from ... import pool_calls
+from ..life import Life
 from . import weights_of_blocks
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
-from .provenance import UNFILLED, USED_UNLOADED, lacking, lacks_of, life_of
+from .provenance import (
+    ABSENT,
+    EVERY,
+    FAILED,
+    TAINTED,
+    UNFILLED,
+    USED_UNLOADED,
+    lacking,
+    lacks_of,
+    life_of,
+    report_promised,
+)
 from .records import TABLE, UNKNOWN, Block, Lack, Pool
 
 Reads = dict[tuple[int, int], list[Lack]]
@@ -26,16 +40,17 @@ def hit(holdings: Holdings, event: pool_calls.BlocksTouched, block: int, record:
     """A request hit a cached block: its first read is judged, unless the block is known to be valid."""
     filled, hits = record.filled, holdings.hits.setdefault(event.request, {})
     hits[event.pool, event.group] = hits.get((event.pool, event.group), 0) + 1
-    if record.wrong_from >= 0 or (filled is not None and filled.lacks != []):
+    if record.wrong or (filled is not None and filled.lacks != []):
         holdings.unread[event.request, event.pool, block] = event.step
-    if holdings.weights.version:
+    if holdings.weights.stage:
         weights_of_blocks.hit(holdings, event, record)
 
 
 def admitted(holdings: Holdings, event: ev.Admitted) -> None:
-    """A life begins. Report the local tokens for which it got its own blocks instead of cached ones.
+    """A life begins. Report the local tokens for which it got its own blocks and no cached ones, or no state.
 
-    Its own blocks are empty until it fills them, and it fills none below its local hit.
+    Its own blocks are empty until it fills them, and it fills none below its local hit. A load may bring the
+    state.
     """
     request = event.request
     hits, lacks = holdings.hits.pop(request, {}), holdings.lives.get(request)
@@ -45,6 +60,12 @@ def admitted(holdings: Holdings, event: ev.Admitted) -> None:
     if len(holdings.held.get(request, ())) != sum(hits.values()) + len(set(lacks.blocks)):
         return  # the request kept blocks of an earlier life
     for number, pool in holdings.pools.items():
+        if event.external_tokens <= 0 and any((number, group) not in hits for group in pool.states):
+            whole = event.local_tokens, 0, event.local_tokens
+            whose = account.request_id
+            holdings.report(ReadInvalid(number, [pool.null_block], *whole, whose, ABSENT, []), request)
+            holdings.invalid_hits.append((request, *whole[1:]))
+            lacks.tainted_from = event.local_tokens
         for group in pool.prefix_groups:
             covered = pool.groups[group][0] * hits.get((number, group), 0)
             own = [block for each, block in lacks.blocks if each == number]
@@ -87,11 +108,59 @@ def _lost_after_the_end(
             if filled is None or filled.lacks is None:
                 continue
             if (filled.request, filled.life) == (request, life):
-                low, high = max(start, record.begin), min(end, record.room_end)
+                low, high = start, end
+                if record.begin >= 0:
+                    low, high = max(start, record.begin), min(end, record.room_end)
                 if low < high:
-                    record.filled = replace(filled, lacks=[*filled.lacks, (low, high, cause)])
+                    _lack(record, low, high, cause)
                     for reader in _readers(holdings, number, block):
                         holdings.unread[reader, number, block] = 0
+
+
+def _lack(record: Block, start: int, end: int, why: str) -> None:
+    """A block that an ended life filled lacks the positions [start, end)."""
+    assert record.filled is not None and record.filled.lacks is not None
+    record.filled = replace(record.filled, lacks=[*record.filled.lacks, (start, end, why)])
+
+
+def failed_after_the_end(holdings: Holdings, request: int, life: Life, failed: Collection[int]) -> None:
+    """Blocks failed that a life loaded before it ended: they lack the tokens, and so does what it computed.
+
+    A block that a request holds is left out: the engine makes this request compute it.
+    """
+    loaded_end, wrong = life.local + max(0, life.external), False
+    unplaced: list[Block] = []
+    for begin, number, block in sorted(_filled_by(holdings, request, life.number)):
+        record = holdings.pools[number].records[block]
+        if begin < 0:  # it is not known yet which positions the block has
+            unplaced.append(record)
+            if block in failed and life.local < loaded_end:
+                _lack(record, life.local, loaded_end, FAILED)
+                wrong = True
+            continue
+        start, end = max(life.local, begin), min(loaded_end, record.room_end)
+        if block in failed and start < end:
+            _lack(record, start, end, FAILED)
+            report_promised(holdings, number, block, record)
+            wrong = True
+        if wrong and loaded_end < record.room_end:
+            _lack(record, max(loaded_end, begin), record.room_end, TAINTED)
+    for record in unplaced if wrong else ():
+        _lack(record, loaded_end, EVERY, TAINTED)
+
+
+def _filled_by(holdings: Holdings, request: int, life: int) -> Iterator[tuple[int, int, int]]:
+    """First position, pool and block of each block that a life which has ended filled and no table holds.
+
+    The first position is -1 of a block that was not cached.
+    """
+    for number, pool in holdings.pools.items():
+        for block, record in pool.records.items():
+            filled = record.filled
+            if filled is not None and filled.lacks is not None:
+                held = any(holder.kind == TABLE for holder in record.holders)
+                if (filled.request, filled.life) == (request, life) and not held:
+                    yield record.begin, number, block
 
 
 def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
@@ -119,8 +188,13 @@ def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
     if lacks.tainted_from >= event.computed_tokens:
         lacks.tainted_from = UNKNOWN  # these are computed again
     for number, block in lacks.blocks:
-        for reader in _readers(holdings, number, block):
-            holdings.exposed[reader, number, block] = None
+        expose(holdings, number, block)
+
+
+def expose(holdings: Holdings, number: int, block: int) -> None:
+    """A block has lost KV: those who have hit it read it at each further step."""
+    for reader in _readers(holdings, number, block):
+        holdings.exposed[reader, number, block] = None
 
 
 def _readers(holdings: Holdings, number: int, block: int) -> list[int]:
@@ -146,7 +220,7 @@ def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
             _read(holdings, reads, request, number, block, life.local)
     for request, number, block in list(holdings.exposed):
         life = life_of(holdings, request)
-        if life is None or not _in_table(holdings, number, block, request):
+        if life is None or not in_table(holdings, number, block, request):
             del holdings.exposed[request, number, block]
             continue
         if scheduled(request):
@@ -159,7 +233,8 @@ def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
             holdings.exposed.pop((request, number, block), None)
 
 
-def _in_table(holdings: Holdings, number: int, block: int, request: int) -> bool:
+def in_table(holdings: Holdings, number: int, block: int, request: int) -> bool:
+    """Whether a table of a request has a block."""
     record = holdings.pools[number].records.get(block) if number in holdings.pools else None
     return record is not None and any(h.kind == TABLE and h.request == request for h in record.holders)
 
@@ -168,7 +243,7 @@ def _read(
     holdings: Holdings, reads: dict[int, Reads], request: int, number: int, block: int, end: int
 ) -> None:
     """Note what a request reads without valid KV in a block below position ``end``."""
-    if _in_table(holdings, number, block, request):
+    if in_table(holdings, number, block, request):
         lacks = lacking(holdings, number, block, 0, end)
         if lacks:
             reads.setdefault(request, {})[number, block] = lacks

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Any
-
 import msgspec
 
 from ..weights import Made
@@ -78,7 +75,10 @@ class Filled(msgspec.Struct, frozen=True, gc=False):
     request_id: str
     life: int
     lacks: list[Lack] | None = None
-    """The positions that the life left without valid KV; None while it lasts, and if it is not known."""
+    """The positions that the life left without valid KV; None while it lasts, and if it is not known.
+
+    Of a block that was not cached these are the positions of the whole life.
+    """
     made: list[Made] | None = None
     """Under which weights the life filled the block; None: before the first change, or the life lasts."""
 
@@ -97,6 +97,16 @@ class LifeLacks(msgspec.Struct):
     """The blocks (pool, block) that failed to load."""
     tainted_from: int = UNKNOWN
     """The first position that was computed from KV that was not valid; -1: none is known."""
+
+
+class Rewrite(msgspec.Struct):
+    """A session's next chunk begins at position ``begin``, and some of its cached blocks end above it.
+
+    ``blocks``: pool, block and hash id of each of them into which no step has written since.
+    """
+
+    begin: int
+    blocks: list[tuple[int, int, int]]
 
 
 class Block(msgspec.Struct):
@@ -126,8 +136,8 @@ class Block(msgspec.Struct):
     """The first position of the block, from its last hash; -1: it was not cached since it was allocated."""
     room_end: int = UNKNOWN
     """One above the last position for which the block has room."""
-    wrong_from: int = UNKNOWN
-    """From this position up the hash stands for tokens that the sequence did not have; -1: for none."""
+    wrong: list[Lack] = []
+    """Positions at which the KV is not that of the tokens for which the hash stands, and why."""
     reported: bool = False
     """Whether some holder is known only from a reported table, not from an allocation or touch."""
     operations: list[Operation] = []
@@ -210,16 +220,6 @@ def remember(record: Block, done: Operation) -> None:
     record.operations.append(done)
     if len(record.operations) > OPERATIONS_KEPT:
         del record.operations[0]
-
-
-def keep_newest(table: dict[int, Any], most: int) -> None:
-    """Forget the oldest entries once there are an eighth more than ``most``.
-
-    Each look for the oldest one walks over the places of all that were forgotten since the table was resized.
-    """
-    if len(table) > most + most // 8:
-        for key in list(islice(table, len(table) - most)):
-            del table[key]
 
 
 def hash_text(hash_id: int) -> str:

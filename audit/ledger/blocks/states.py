@@ -2,15 +2,19 @@
 
 A state is one checkpoint of a whole prefix, in the block of the prefix's last position, and the steps of a
 request write it over one another. So a step that begins lower than the step before it ended, in the same
-block, reads a state with tokens that are not before it. A request with drafts is not judged: it keeps the
-state of each draft, and goes on from the last accepted one. Nor is a step that begins in another block, whose
-state may be of any step before.
+block, reads a state with tokens that are not before it. In another block it reads the same state if the
+worker remembers where the last step left it, as the V1 model runner does. The V2 runner looks into the block
+before the step's first position, whose state may be of any step: that is not judged.
+
+A request that rejects drafts keeps the state of each draft, and goes on from the last accepted one. Of a step
+in flight with drafts only one token counts here, because the others may be rejected.
 """
 
 from __future__ import annotations
 
 from ... import events as ev
 from ...causes import REPLAY
+from ..account import Account
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
 from .provenance import OVERWRITTEN, lacks_of
@@ -20,7 +24,8 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
     """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
     if isinstance(event, ev.RolledBack) and event.cause != REPLAY:
         if any(pool.states for pool in holdings.pools.values()):
-            end = max(event.before_tokens, holdings.state_ends.get(event.request, 0))
+            account = holdings.accounts.get(event.request)
+            end = max(_state_end(event, account), holdings.state_ends.get(event.request, 0))
             holdings.state_ends[event.request] = end
     elif isinstance(event, ev.Stepped) and holdings.state_ends:
         for request in list(holdings.state_ends):
@@ -28,10 +33,22 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
                 _judge(holdings, request, holdings.state_ends.pop(request), step)
 
 
+def _state_end(event: ev.RolledBack, account: Account | None) -> int:
+    """Where the last state surely ends when a request is rolled back.
+
+    Where the count falls, what is in flight lies above it. Where it stays, as before 0.31.0, it counts that.
+    """
+    flights = [each for each in account.in_flight if each.life is account.life] if account is not None else []
+    least = event.before_tokens - sum(flight.drafts for flight in flights)
+    if event.computed_tokens < event.before_tokens:
+        least = max(least, event.computed_tokens + bool(flights))
+    return least
+
+
 def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
     """A request whose last state ends at position ``end`` has been scheduled again."""
     account = holdings.accounts.get(request)
-    if account is None or account.unknown is not None or account.drafted or not account.in_flight:
+    if account is None or account.unknown is not None or not account.in_flight:
         return
     flight = account.in_flight[-1]
     lacks = lacks_of(holdings, request, flight.life.number)
@@ -44,7 +61,9 @@ def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
                 if pool_no == number
                 and any((h.request, h.group) == (request, group) for h in pool.records[block].holders)
             ]
-            if own and 0 < flight.start < end and (flight.start - 1) // size == (end - 1) // size:
+            same_block = (flight.start - 1) // size == (end - 1) // size
+            same_state = same_block or (account.resumable and holdings.keeps_state_places)
+            if own and 0 < flight.start < end and same_state:
                 story, whose = holdings.story(number, own[-1]), account.request_id
                 row = number, own[-1:], end - flight.start, flight.start, end
                 holdings.report(ReadInvalid(*row, whose, OVERWRITTEN, story, step), request)

@@ -7,10 +7,10 @@ a promise is foreign only if no request of its own classes is known to have save
 from __future__ import annotations
 
 from ... import events as ev
+from ...bounded_tables import keep_newest
 from .entries import ForeignLoad
 from .holdings import Holdings
 from .isolation import difference, isolation_below
-from .records import keep_newest
 
 KEYS_KEPT = 1 << 16
 """How many keys of the store are remembered, the last ones."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ... import events as ev
 from ... import pool_calls
+from ...bounded_tables import keep_newest
 from ..weights import BEFORE, UNKNOWN, Made, extend, oldest_of_all, spans
 from .holdings import HitBlock, Holdings
 from .records import Block
@@ -89,8 +90,7 @@ def saved(holdings: Holdings, event: ev.BlocksSaved) -> None:
             earlier = saved.get(hash_id, NOT_KNOWN)
             version, oldest = min(row[2] for row in rows), min(row[3] for row in rows)
             saved[hash_id] = max(version, earlier[0]), max(oldest, earlier[1])
-            if len(saved) > SAVED_KEPT:
-                del saved[next(iter(saved))]
+            keep_newest(saved, SAVED_KEPT)
 
 
 def loads(holdings: Holdings, request: int, start: int, end: int) -> list[Made]:

@@ -35,6 +35,7 @@ from kvledger.audit.events import (
     Matched,
     SavePlanned,
     Stepped,
+    TiersReported,
     Tracked,
     WorkerStepped,
 )
@@ -343,6 +344,37 @@ def test_a_count_above_the_first_failed_block_is_found_at_level_tokens(kept: int
 
 
 @violates("connector/failed-block-kept")
+def test_a_failure_for_which_the_engine_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Up to 0.18 the engine looks only at the blocks that the first admission of a request hit or loaded."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_update_requests_with_invalid_blocks", lambda *_, **__: (set(), 0, set()))
+    _, stream = observe(failed_blocks)
+    (found,) = (v for v in audited(stream).violations if v.id == "connector/failed-block-kept")
+
+    assert ("r", 64, 136) == (found.request, found.figures["start"], found.figures["tokens"])
+
+
+def neighbour_without_a_load(attach: Attach = id) -> None:
+    """Request b computes its prompt in the step whose output says that blocks of request r failed."""
+    driver = start(attach, connector="scripted")
+    driver.connector.answer_lookups("r", 160)
+    driver.connector.answer_lookups("b", 0)
+    driver.add("r", 200, 3)
+    driver.add("b", 40, 3)
+    driver.schedule()
+    driver.output(invalid_blocks=driver.blocks("r")[4:6])
+    driver.run()
+
+
+@near_miss("connector/failed-block-kept")
+def test_a_failure_of_a_neighbours_blocks_needs_no_answer_of_a_request():
+    _, stream = observe(neighbour_without_a_load)
+
+    assert [] == [v for v in audited(stream).violations if v.severity == "violation"]
+
+
+@violates("connector/failed-block-kept")
 def test_a_count_kept_after_a_load_that_failed_whole_is_found():
     _, stream = observe(SCENARIOS["load_failure_as_a_whole_sync"])
     auditor = audited(altered(stream, LoadFailed, computed_tokens=160))
@@ -587,3 +619,42 @@ def test_a_load_finished_by_workers_and_still_awaited_by_the_engine_is_found():
     (violation,) = audited([*stream, late]).violations
 
     assert violation.message.endswith("The workers have reported that it is finished.")
+
+
+# --- connector/tiers-do-not-sum -------------------------------------------------------------------
+
+
+def with_tiers(asked: int, nth: int = 0, **tiers: int) -> list[Event]:
+    """An admission of 32 local and 128 external tokens, and a preemption, with tiers of one admission."""
+    stream = events(200, "A32+128 L s40 o+ P A32+128 L s41 o+ F")
+    reported = TiersReported(0, 0, 1, asked, list(tiers), list(tiers.values()))
+    return with_after(stream, Admitted, nth, reported)
+
+
+@violates("connector/tiers-do-not-sum")
+@pytest.mark.parametrize(
+    ("tiers", "named"),
+    [
+        ({"host": 96}, "96 tokens: host 96."),
+        ({"host": 96, "disk": 64}, "160 tokens: host 96, disk 64."),
+        ({"host": 160, "disk": -32}, "128 tokens: host 160, disk -32."),
+        ({}, "0 tokens: none."),
+    ],
+)
+def test_tiers_that_do_not_sum_to_the_external_tokens_are_found(tiers: dict[str, int], named: str):
+    (violation,) = audited(with_tiers(128, **tiers)).violations
+
+    assert "connector/tiers-do-not-sum" == violation.id
+    assert (
+        "The engine asked the connector for the tiers of 128 external tokens of request request-0, and its "
+        f"tiers have {named}"
+    ) == violation.message
+
+
+@near_miss("connector/tiers-do-not-sum")
+@pytest.mark.parametrize(
+    "tiers", [{"host": 128}, {"host": 96, "disk": 32}, {"host": 96, "external_unspecified": 32}]
+)
+def test_tiers_that_sum_to_the_external_tokens_are_clean(tiers: dict[str, int]):
+    assert [] == violation_ids(with_tiers(128, **tiers))
+    assert [] == violation_ids(with_tiers(128, nth=1, **tiers))

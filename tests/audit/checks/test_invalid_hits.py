@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from tests.audit.checks.watched import Watched, manager, pool, table
+from tests.engines.observed import audited, each, observe
 from tests.scenarios.corpus import SCENARIOS
-from tests.scenarios.driving import Driver
-from tests.scenarios.registry import HYBRID
+from tests.scenarios.driving import Driver, start
+from tests.scenarios.registry import HYBRID, Attach
 from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
 
+from kvledger.audit.events import BlocksCached, Finished
 from kvledger.audit.ledger.statements import Settlement
 
 violates = pytest.mark.violates
@@ -90,6 +92,117 @@ def test_a_request_that_hits_its_own_failed_blocks_is_named(watched):
     watched.violation_ids()
 
     assert 128 == settled(watched, "r")[-1]  # the tokens computed above the failed load are not valid either
+
+
+def with_a_life_that_ended(watched: Watched, ends: str, neighbour: bool = False) -> Driver:
+    """A life of request r ends while the step that loads 112 of its tokens is in flight. The load fails.
+
+    With a ``neighbour``, a running request shares the blocks, so that the engine makes it compute them.
+    """
+    driver = watched.start(connector="scripted")
+    driver.connector.answer_lookups("r", 112, 0)
+    driver.add("r", 160, 3)
+    if neighbour:
+        driver.add("b", 160, 3, shares=("r", 112))
+    driver.schedule()
+    failed = driver.blocks("r")[2:7]
+    getattr(driver, ends)("r")
+    driver.output(invalid_blocks=failed)
+    return driver
+
+
+@violates("blocks/read-invalid")
+@violates("blocks/hash-content")
+@pytest.mark.parametrize("ends", ["preempt", "abort"])
+def test_blocks_that_fail_after_the_life_has_ended_stay_in_the_cache(watched, ends):
+    """The scheduler looks for the failed blocks in the tables of running requests only."""
+    driver = with_a_life_that_ended(watched, ends)
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert {"blocks/hash-content", "blocks/read-invalid"} <= {*watched.violation_ids()}
+    assert "reads 80 tokens without valid KV, from position 32 up" in messages(watched)["next"]
+    assert (32, 0, 48, 80, 80) == settled(watched, "next")
+
+
+@violates("blocks/read-invalid")
+def test_what_a_life_computed_beside_a_load_that_fails_later_is_not_valid(watched):
+    """Request r resumes with a hit of 112 loaded tokens, and 32 that it computed from them."""
+    with_a_life_that_ended(watched, "preempt").run()
+    watched.violation_ids()
+
+    assert "reads 112 tokens without valid KV, from position 32 up" in messages(watched)["r"]
+    assert (0, 32, 16, 112, 112) == settled(watched, "r")
+
+
+@near_miss("blocks/read-invalid")
+def test_blocks_that_fail_after_the_life_has_ended_and_leave_the_cache_are_not_read(watched):
+    driver = with_a_life_that_ended(watched, "preempt")
+    driver.reset_prefix_cache()
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert {"blocks/hash-content"} == {*watched.violation_ids()}
+    assert (112, 0, 48, 0, 0) == settled(watched, "next")
+
+
+@near_miss("blocks/read-invalid")
+def test_blocks_that_fail_after_the_life_has_ended_and_that_a_neighbour_computes_have_kv(watched):
+    driver = with_a_life_that_ended(watched, "abort", neighbour=True)
+    driver.run()
+    driver.add("next", 160, 3, shares=("r", 112))
+    driver.run()
+
+    assert [] == [id for id in watched.violation_ids() if id.startswith("blocks/")]
+    assert (112, 0, 48, 0, 0) == settled(watched, "next")
+
+
+def with_a_hit_before_the_output(watched: Watched, had: bool = False) -> Driver:
+    """A life of request r ends beside its load, and the next one hits its 160 tokens. Then the load fails.
+
+    The engine makes the request compute them again. ``had``: an earlier life has computed them.
+    """
+    driver = watched.start(connector="scripted", asynchronous=True)
+    driver.connector.answer_lookups("r", *([0] if had else []), 112, 0)
+    driver.add("r", 168, 3)
+    driver.schedule()
+    if had:
+        driver.preempt("r")
+        driver.output()
+        driver.reset_prefix_cache()
+        driver.schedule()
+    failed = driver.blocks("r")[2:7]
+    driver.preempt("r")
+    driver.schedule()
+    driver.output(invalid_blocks=failed)
+    return driver
+
+
+def test_loaded_tokens_that_fail_after_they_were_hit_are_no_repeat_hit(watched):
+    """The life that ended had 32 loaded tokens and the 48 that it computed, though these are not valid."""
+    with_a_hit_before_the_output(watched).run()
+    watched.violation_ids()
+    account = watched.audits[0].ledger.account("r")
+
+    assert (32 + 48, 0, 32) == (account.hit_again, account.loaded_again, account.loaded)
+
+
+def test_tokens_that_an_earlier_life_computed_are_a_repeat_hit_also_if_their_load_fails(watched):
+    with_a_hit_before_the_output(watched, had=True).run()
+    watched.violation_ids()
+    account = watched.audits[0].ledger.account("r")
+
+    assert (160, 32, 32) == (account.hit_again, account.loaded_again, account.loaded)
+
+
+def test_what_a_load_that_failed_made_invalid_is_unattained_until_it_is_computed_again(watched):
+    driver = with_a_hit_before_the_output(watched)
+    driver.abort("r")
+    watched.violation_ids()
+
+    assert (0, 32, 0, 136, 0) == settled(watched, "r")
 
 
 @near_miss("blocks/read-invalid")
@@ -306,6 +419,122 @@ def test_a_hit_counted_longer_than_its_blocks_reads_a_block_that_nothing_filled(
     assert "request b reads 16 tokens without valid KV, from position 64 up" in messages(watched)["b"]
 
 
+# --- blocks that are written over ------------------------------------------------------------------
+
+
+def with_a_turn_that_gives_up(watched: Watched, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> Driver:
+    """A session of 48 tokens with KV, all cached, whose next turn begins at position 42."""
+    driver = watched.start(asynchronous=False, **setup)
+    driver.add("s", 40, 9, resumable=True)
+    for _ in range(9):
+        driver.step()
+    session = driver.scheduler.requests["s"]
+    driver.sequence = list(session.all_token_ids)
+    begin = driver.scheduler._update_request_as_session
+
+    def lower(session: Any, update: Any) -> None:
+        session.num_computed_tokens -= 6
+        begin(session, update)
+
+    monkeypatch.setattr(driver.scheduler, "_update_request_as_session", lower)
+    return driver
+
+
+@violates("blocks/read-invalid")
+def test_a_block_that_a_later_turn_writes_over_has_the_kv_of_other_tokens(watched, monkeypatch):
+    driver = with_a_turn_that_gives_up(watched, monkeypatch)
+    driver.add("s", 20, 3, resumable=True)
+    driver.step()
+    driver.add("next", [*driver.sequence[:48], 7], 2)
+    driver.step()
+    watched.violation_ids()
+
+    assert {"next"} == set(messages(watched))
+    assert "request next reads 6 tokens without valid KV, from position 42 up" in messages(watched)["next"]
+    assert "a later turn of the session s wrote other tokens over" in messages(watched)["next"]
+
+
+@violates("blocks/read-invalid")
+def test_who_hit_a_block_before_a_later_turn_writes_over_it_reads_other_tokens_then(watched, monkeypatch):
+    driver = with_a_turn_that_gives_up(watched, monkeypatch)
+    driver.add("next", [*driver.sequence[:48], 7], 5)
+    driver.step()
+    driver.add("s", 20, 3, resumable=True)
+    driver.step()
+    watched.violation_ids()
+
+    assert {"next"} == set(messages(watched))
+
+
+@near_miss("blocks/read-invalid")
+def test_a_block_is_valid_until_the_later_turn_writes_over_it(watched, monkeypatch):
+    driver = with_a_turn_that_gives_up(watched, monkeypatch)
+    driver.add("next", [*driver.sequence[:48], 7], 1)
+    driver.step()
+    driver.add("s", 20, 3, resumable=True)
+    driver.step()
+    watched.violation_ids()
+
+    assert {} == messages(watched)
+
+
+@near_miss("blocks/read-invalid")
+def test_a_later_turn_that_begins_behind_the_cached_blocks_writes_over_none(watched):
+    driver = watched.start(asynchronous=False)
+    driver.add("s", 40, 9, resumable=True)
+    for _ in range(9):
+        driver.step()
+    sequence = list(driver.scheduler.requests["s"].all_token_ids)
+    driver.add("s", 20, 3, resumable=True)
+    driver.step()
+    driver.add("next", [*sequence[:48], 7], 2)
+    driver.step()
+
+    assert [] == watched.violation_ids()
+
+
+# --- blocks that are cached after their request has ended -------------------------------------------
+
+
+def cached_after_the_end(tokens: int) -> dict[str | None, str]:
+    """Request r ends with 40 computed tokens, and only then blocks for its first ``tokens`` are cached.
+
+    Returns the sentence of each finding of ``blocks/read-invalid``, by request.
+    """
+
+    def drive(attach: Attach) -> Driver:
+        driver = start(attach, max_batched_tokens=40, blocks=40)
+        cache = manager(driver).cache_blocks
+        manager(driver).cache_blocks = lambda request, _, **given: cache(request, tokens, **given)
+        driver.add("r", 64, 3)
+        driver.step()
+        driver.abort("r")
+        manager(driver).cache_blocks = cache
+        driver.add("next", 80, 2, shares=("r", 64))
+        driver.step()
+        return driver
+
+    events = each(observe(drive, "blocks")[1])
+    end = next(place for place, event in enumerate(events) if isinstance(event, Finished))
+    before = [event for event in events[:end] if not isinstance(event, BlocksCached)]
+    cached = [event for event in events[:end] if isinstance(event, BlocksCached)]
+    found = audited([*before, events[end], *cached, *events[end + 1 :]]).violations
+    return {v.request: v.message for v in found if v.id == "blocks/read-invalid"}
+
+
+@violates("blocks/read-invalid")
+def test_a_block_that_is_cached_after_the_end_lacks_what_its_life_did_not_compute():
+    found = cached_after_the_end(48)
+
+    assert {"next"} == set(found)
+    assert "request next reads 8 tokens without valid KV, from position 40 up" in found["next"]
+
+
+@near_miss("blocks/read-invalid")
+def test_a_block_that_is_cached_after_the_end_has_what_its_life_computed():
+    assert {} == cached_after_the_end(32)
+
+
 # --- groups with windows ----------------------------------------------------------------------------
 
 
@@ -435,6 +664,51 @@ def test_blocks_that_the_window_has_left_are_freed(watched, scenario):
 # --- states -----------------------------------------------------------------------------------------
 
 
+def with_a_hit_of_states(watched: Watched) -> Driver:
+    """Request b has the first 64 tokens of request a, which has ended."""
+    driver = watched.start(groups=("full", "mamba"), blocks=128)
+    driver.add("a", 64, 4)
+    driver.run()
+    driver.add("b", 90, 3, shares=("a", 64))
+    return driver
+
+
+@violates("blocks/read-invalid")
+def test_a_hit_whose_state_is_not_cached_is_named(watched, monkeypatch):
+    """0.24.0 takes the longest hit of any group if there is a connector, also where it brings no state."""
+    driver = with_a_hit_of_states(watched)
+    of_states = type(manager(driver, 1))
+    found = of_states.find_longest_cache_hit.__func__
+
+    def without_the_state(cls: Any, *arguments: Any, **named: Any) -> Any:
+        hit = found(cls, *arguments, **named)
+        for blocks in hit if isinstance(hit[0], list) else hit[0]:
+            blocks[:] = [pool(driver).null_block] * len(blocks)
+        return hit
+
+    monkeypatch.setattr(of_states, "find_longest_cache_hit", classmethod(without_the_state))
+    driver.run()
+
+    finding = watched.finding("blocks/read-invalid")
+    assert ("b", 64, 0) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+    assert "its block table has no block for them" in finding.message
+    assert (0, 0, 26, 64, 64) == settled(watched, "b")
+
+
+@near_miss("blocks/read-invalid")
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_hit_of_states_needs_one_checkpoint(watched, evicted):
+    """If no state at the end of the prefix is cached, the engine computes the whole prompt."""
+    driver = with_a_hit_of_states(watched)
+    if evicted:
+        every = {block.block_id for block in pool(driver).blocks if not block.is_null}
+        pool(driver).evict_blocks(every)
+    driver.run()
+
+    assert [] == watched.violation_ids()
+    assert (0 if evicted else 64) == settled(watched, "b")[0]
+
+
 @violates("blocks/read-invalid")
 def test_a_turn_that_begins_below_the_state_of_a_step_past_the_stop_is_named(watched):
     """The step in flight at the stop writes its state over the one from which the next turn goes on."""
@@ -454,9 +728,27 @@ def test_a_turn_that_begins_where_the_last_state_ends_is_valid(watched):
 
 
 @near_miss("blocks/read-invalid")
-def test_a_state_at_the_end_of_a_block_outlives_the_steps_after_it(watched):
+def test_a_turn_that_begins_after_the_step_past_the_stop_is_valid(watched):
+    """Before 0.31.0 the count of a session kept the token that was in flight when its turn stopped."""
+
+    def attach(scheduler: Any) -> None:
+        stop = scheduler._handle_stopped_request
+
+        def stop_with_the_same_count(request: Any) -> bool:
+            request.num_output_placeholders = 0
+            return stop(request)
+
+        scheduler._handle_stopped_request = stop_with_the_same_count
+        watched.attach(scheduler)
+
+    SCENARIOS["session_of_states_async"](attach)
+
+    assert [] == watched.violation_ids()
+
+
+def with_a_turn_from_a_boundary(attach: Attach) -> None:
     """The step past the stop writes its state to the next block, and the turn begins at the boundary."""
-    driver = watched.start(groups=("full", "mamba"), blocks=128, asynchronous=True)
+    driver = start(attach, groups=("full", "mamba"), blocks=128, asynchronous=True)
     driver.add("s", 46, 8, stop_at=3, resumable=True)
     driver.run()
     driver.add("s", 20, 4, resumable=True)
@@ -464,7 +756,38 @@ def test_a_state_at_the_end_of_a_block_outlives_the_steps_after_it(watched):
     driver.close("s")
     driver.run()
 
+
+@violates("blocks/read-invalid")
+def test_the_v1_runner_goes_on_from_the_block_of_the_step_past_the_stop(watched):
+    with_a_turn_from_a_boundary(watched.attach)
+
+    finding = watched.finding("blocks/read-invalid")
+    assert ("s", 1, 48) == (finding.request, finding.figures["tokens"], finding.figures["start"])
+
+
+@near_miss("blocks/read-invalid")
+def test_the_v2_runner_goes_on_from_the_state_at_the_end_of_the_block_before(watched):
+    def attach(scheduler: Any) -> None:
+        scheduler.use_v2_model_runner = True
+        watched.attach(scheduler)
+
+    with_a_turn_from_a_boundary(attach)
+
     assert [] == watched.violation_ids()
+
+
+@violates("blocks/read-invalid")
+def test_a_turn_that_begins_below_the_state_of_a_step_with_drafts_is_named(watched):
+    driver = watched.start(groups=("full", "mamba"), blocks=128, drafts=3, asynchronous=True)
+    driver.add("s", 40, 8, stop_at=2, resumable=True)
+    for _ in range(12):
+        if driver.scheduler.running or driver.scheduler.waiting:
+            driver.step(accepted=1)
+    driver.add("s", 20, 4, resumable=True)
+    driver.run()
+
+    finding = watched.finding("blocks/read-invalid")
+    assert ("s", 41) == (finding.request, finding.figures["start"])
 
 
 @near_miss("blocks/read-invalid")

@@ -724,6 +724,36 @@ def test_the_output_in_flight_at_a_preemption_may_come_once(resumed: list[Event]
     assert [] == violation_ids([*PREEMPTED_IN_FLIGHT, *resumed])
 
 
+PAST_STOP: list[Event] = [
+    RequestAdded(0, 0, "s", prompt_tokens=8, max_tokens=1, resumable=True),
+    Admitted(1, 0, 1, False, 0, 0, False, 0),
+    Stepped(2, 1, [0, 8, 0, 8], []),
+    Stepped(3, 2, [0, 1, 0, 9], []),
+    Delivered(4, [0, 1], []),
+    RolledBack(4, 0, "session", 9, 9),
+]
+"""A step is in flight when the first turn of a session stops with the sequence's token 9."""
+NEXT_TURN: list[Event] = [Extended(5, 0, 12, 9), Stepped(6, 3, [0, 3, 0, 12], [])]
+
+
+@violates("tokens/sampled-twice")
+def test_an_output_of_the_turn_before_that_is_taken_for_the_next_one_is_found():
+    (violation,) = audited([*PAST_STOP, *NEXT_TURN, Delivered(7, [], [])]).violations
+
+    assert "tokens/sampled-twice" == violation.id
+    assert "a token for position 9, but its sequence had 12 tokens already" in violation.message
+
+
+@near_miss("tokens/sampled-twice")
+@pytest.mark.parametrize(
+    "stream",
+    [[*NEXT_TURN, Delivered(7, [], [0])], [Delivered(5, [], []), *NEXT_TURN, Delivered(7, [], [])]],
+    ids=["dropped", "before the next chunk"],
+)
+def test_an_output_past_the_stop_of_a_turn_may_be_dropped_or_come_before_the_next(stream: list[Event]):
+    assert "tokens/sampled-twice" not in violation_ids([*PAST_STOP, *stream])
+
+
 # --- tokens/beyond-max-tokens ---------------------------------------------------------------------
 
 THREE_TOKENS = "A0+0 s40 o+ s1 o+ s1 o+ F"
@@ -787,6 +817,32 @@ def test_a_chunk_that_begins_at_or_above_the_computed_count_is_clean(above: int)
     found = audited(altered(stream, Extended, turn_tokens=computed + above)).violations
 
     assert [] == [each for each in found if each.id == "tokens/turn-overcounted"]
+
+
+@near_miss("tokens/suspense")
+def test_drafts_of_a_step_past_a_turns_end_make_the_next_turn_compute_a_token_again():
+    """Up to 0.30 they are subtracted from a count that a step of the next turn was scheduled at."""
+    auditor = audited(
+        [
+            RequestAdded(0, 0, "s", prompt_tokens=8, max_tokens=1, resumable=True),
+            Admitted(1, 0, 1, False, 0, 0, False, 0),
+            Stepped(2, 1, [0, 8, 0, 8], []),
+            Stepped(3, 2, [0, 2, 1, 10], []),
+            Delivered(4, [0, 1], []),
+            RolledBack(4, 0, "session", 10, 10),
+            Extended(5, 0, 13, 10),
+            Stepped(6, 3, [0, 2, 0, 12], []),
+            Delivered(7, [], []),
+            Stepped(8, 4, [0, 2, 0, 13], []),
+            Delivered(9, [0, 0], []),
+            Delivered(10, [0, 1], []),
+            Finished(11, 0, "stopped", 13, 0, 0, 14, 1),
+        ]
+    )
+    account = auditor.ledger.account("s")
+
+    assert [] == [v.id for v in auditor.violations if v.severity == "violation"]
+    assert (8 + 2 + 1, {"past_stop": 1}) == (account.first_prompt, account.rework)
 
 
 @near_miss("tokens/unexplained-drop")

@@ -64,11 +64,6 @@ def free_held(driver: Driver) -> None:
     driver.scheduler.kv_cache_manager.block_pool.free_block_queue.append(table(driver)[-1])
 
 
-def hold_twice(driver: Driver) -> None:
-    table(driver).append(table(driver)[-1])
-    table(driver)[-1].ref_cnt += 1
-
-
 def forget_hash(driver: Driver) -> None:
     table(driver)[0].reset_hash()
 
@@ -87,10 +82,6 @@ def preempt_only_in_name(driver: Driver) -> None:
     driver.scheduler.requests["a"].status = RequestStatus.PREEMPTED
 
 
-def compute_too_much(driver: Driver) -> None:
-    driver.scheduler.requests["a"].num_computed_tokens += 2
-
-
 def below_zero(driver: Driver) -> None:
     driver.scheduler.requests["a"].num_output_placeholders = -1
 
@@ -104,12 +95,10 @@ def lose_request(driver: Driver) -> None:
     [
         (keep_reference, "blocks/references"),
         (free_held, "blocks/free-iff-unreferenced"),
-        (hold_twice, "blocks/double-allocation"),
         (forget_hash, "blocks/hash-map"),
         (lose_block, "blocks/coverage"),
         (end_without_freeing, "blocks/leak"),
         (preempt_only_in_name, "tokens/reset-on-preemption"),
-        (compute_too_much, "tokens/beyond-sequence"),
         (below_zero, "tokens/in-flight"),
         (lose_request, "requests/queued-once"),
     ],

@@ -23,7 +23,6 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.account import Account
-from kvledger.audit.ledger.blocks.records import keep_newest
 from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.exporters.facts.rows import missed_tokens
 
@@ -219,12 +218,3 @@ def test_group_that_does_not_need_every_block_proves_no_eviction() -> None:
 
 def test_later_chunks_of_a_session_are_never_looked_up() -> None:
     assert NOT_KNOWN == causes(history(taken_at=5, resumable=True))
-
-
-def test_a_table_keeps_its_newest_entries():
-    table: dict[int, str] = {}
-    for number in range(100):
-        table[number] = "left"
-        keep_newest(table, 16)
-        assert min(16, number + 1) <= len(table) <= 18
-        assert list(table) == list(range(number + 1))[-len(table) :]

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvledger.audit.engines.content.weight_digest import WeightDigest  # noqa: E402
+from kvledger.audit.engines.content.weight_digest import WeightDigest, is_whole  # noqa: E402
 
 
 def model(dtype: str = "float32"):
@@ -63,4 +63,16 @@ def test_a_tensor_that_cannot_be_read_makes_equality_unknown():
 
     assert digest.is_equal() is None
     weights[1].weight.data *= 2
+    assert digest.is_equal() is False
+
+
+def test_a_digest_of_what_no_worker_splits_reads_no_other_parameter():
+    weights = model()
+    weights[0].weight.output_dim = 0
+    weights[1].weight.data = torch.empty(0)
+    digest = WeightDigest(weights, is_whole)
+
+    weights[0].weight.data += 1
+    assert digest.is_equal() is True
+    weights[0].bias.data += 1
     assert digest.is_equal() is False

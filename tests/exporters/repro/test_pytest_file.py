@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tests.exporters.repro.examples import EXAMPLES, FOLDER, written
 from tests.exporters.repro.workloads import CASES, Case, add, step
+from tests.releases import built
 
 from kvledger.audit.repro.bisect import Environment, run_file
 from kvledger.audit.repro.workload import Check, Op, Request
@@ -177,11 +178,7 @@ RUNS = [
 def test_the_file_fails_with_the_fault_and_passes_where_it_is_fixed(
     name: str, release: str, result: str, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(ROOT / "scripts")
-        releases = importlib.import_module("releases")
-    if not releases.is_built(release):
-        pytest.skip(f"not here: python3 scripts/releases.py build {release}")
+    built(release)
     file = tmp_path / "test_repro.py"
     file.write_text(rendered((CASES | EXAMPLES)[name]))
     script = str(ROOT / "scripts/releases.py")

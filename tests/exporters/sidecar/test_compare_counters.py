@@ -33,6 +33,7 @@ from kvledger.audit.events import (
     Snapshot,
     SnapshotRow,
     Stepped,
+    TiersReported,
 )
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.sidecar.compare_counters import (
@@ -103,6 +104,7 @@ class World:
             "local_queried_tokens": PROMPT,
             "local_hit_tokens": first[0].local_tokens if first and isinstance(first[0], Admitted) else local,
         }
+        heard["device_hit_tokens"] = heard["local_hit_tokens"]
         heard["external_queried_tokens"] = PROMPT - heard["local_hit_tokens"]
         if not gone:
             heard |= {
@@ -255,6 +257,35 @@ def test_lookups_after_a_preemption_are_the_cause_resumed() -> None:
     assert {"resumed": -10 * PROMPT, UNEXPLAINED: 0} == row.drift
 
 
+def test_external_tokens_are_compared_by_tier() -> None:
+    """vLLM counts 40 tokens whose tiers have 20 as ``external_unspecified``."""
+    world = World(random.Random(1))
+    world.until(1_010, 1)
+    world.feed(TiersReported(round(world.now * 1e6), 0, 1, 96, ["host", "disk"], [64, 32]))
+    world.feed(TiersReported(round(world.now * 1e6), 0, 1, 40, ["host"], [20]))
+    world.counters["host_hit_tokens"] += 64
+    world.counters["disk_hit_tokens"] += 32
+    world.counters["unspecified_hit_tokens"] += 40
+    world.until(1_300)
+
+    assert [] == world.alarms
+    rows = {figure: (row.ledger, row.counted) for figure, row in world.last.items()}
+    assert [(64, 64), (32, 32), (0, 0)] == [rows[f"{tier}_hit_tokens"] for tier in ("host", "disk", "p2p")]
+    assert rows["local_hit_tokens"] == rows["device_hit_tokens"]
+    assert {"tiers_do_not_sum": 40, UNEXPLAINED: 0} == world.last["unspecified_hit_tokens"].drift
+
+
+def test_tokens_that_vllm_counts_in_another_tier_are_unexplained() -> None:
+    world = World(random.Random(1))
+    world.until(1_010, 1)
+    world.feed(TiersReported(round(world.now * 1e6), 0, 1, 96, ["host"], [96]))
+    world.counters["disk_hit_tokens"] += 96
+    world.until(1_300)
+
+    assert 96 == world.last["disk_hit_tokens"].drift[UNEXPLAINED]
+    assert -96 == world.last["host_hit_tokens"].drift[UNEXPLAINED]
+
+
 def test_a_restarted_engine_gets_a_new_baseline() -> None:
     """The engine's counters restart at zero; the ledger's figures continue."""
     world = World(random.Random(2))
@@ -303,6 +334,7 @@ def test_an_engine_that_does_not_answer_is_not_up() -> None:
 PROMPTS = {"prompt_tokens", "local_tokens", "external_tokens", "computed_tokens", "cached_tokens"}
 LOCAL = {"local_queried_tokens", "local_hit_tokens"}
 EXTERNAL = {"external_queried_tokens", "external_hit_tokens"}
+TIERS = {f"{tier}_hit_tokens" for tier in ("device", "host", "p2p", "disk", "unspecified")}
 ALWAYS = {"requests", "preemptions"}
 
 
@@ -312,7 +344,8 @@ ALWAYS = {"requests", "preemptions"}
         ("0.12.0", ALWAYS),
         ("0.18.1", ALWAYS | EXTERNAL),
         ("0.24.0", ALWAYS | EXTERNAL | PROMPTS),
-        ("0.32.0", ALWAYS | EXTERNAL | PROMPTS | LOCAL),
+        ("0.31.0", ALWAYS | EXTERNAL | PROMPTS | LOCAL),
+        ("0.32.0", ALWAYS | EXTERNAL | PROMPTS | LOCAL | TIERS),
     ],
 )
 def test_only_counters_with_the_ledgers_meaning_are_compared(version: str, compared: set[str]) -> None:

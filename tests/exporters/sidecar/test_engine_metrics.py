@@ -53,7 +53,12 @@ process_open_fds 7.0
 
 def test_counters_are_read_by_engine() -> None:
     assert {
-        ScrapedEngine(URL, "0", "m"): {"prompt_tokens": 100.0, "local_tokens": 64.0, "requests": 7.0},
+        ScrapedEngine(URL, "0", "m"): {
+            "prompt_tokens": 100.0,
+            "local_tokens": 64.0,
+            "device_hit_tokens": 64.0,
+            "requests": 7.0,
+        },
         ScrapedEngine(URL, "1", "m"): {"prompt_tokens": 7.0},
     } == counters(TEXT, URL)
 
@@ -216,12 +221,13 @@ def test_a_real_engine_under_pressure_has_no_unexplained_figure(
     assert {0.0} == {row.drift[UNEXPLAINED] for row in rows}
     assert engine_audit.engine_counters is not None
     last = {row.figure: row for row in engine_audit.engine_counters.rows}
-    assert 11 == len(last)
+    assert 16 == len(last)
     for row in last.values():
         assert row.counted == row.ledger + sum(row.drift.values())
         assert "window" not in row.drift, row
     assert last["local_queried_tokens"].drift["resumed"] < 0
     assert set(last["external_tokens"].drift) - {UNEXPLAINED}
+    assert 0 < last["unspecified_hit_tokens"].counted == last["unspecified_hit_tokens"].ledger
 
 
 @pytest.mark.whole_engine

@@ -284,8 +284,8 @@ def test_few_passwords_and_addresses_are_remembered(monkeypatch: Any) -> None:
     for number in range(5_000):
         assert not users(basic("prometheus", str(number)), str(number))
 
-    assert web_users._REMEMBERED == len(users._wrong._values)
-    assert web_users._FAILED == len(users._failed._values)
+    for most, kept in (web_users._REMEMBERED, users._wrong), (web_users._FAILED, users._failed):
+        assert most <= len(kept._values) <= most + most // 8
 
 
 def wait_until(condition: Any) -> None:

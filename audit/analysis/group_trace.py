@@ -1,0 +1,155 @@
+"""Reads the changes of an engine whose KV cache has several groups, for the turns of sessions.
+
+A hit must be one that every group has at a common *boundary*: full attention needs every block below it, a
+window its last blocks, a state the one checkpoint at the boundary. The reader follows the first group of full
+attention, as its base does, and names what the other groups cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from .. import events as ev
+from .. import pool_calls
+from ..ledger.blocks.split_calls import post
+from .block_trace import CACHED, EVICT, GROW
+from .trace_reader import FULL_ATTENTION, HANDLERS, TraceReader
+
+IN_GROUP = 8
+"""A kind of change: a life cached a block of another group. Number: the block's end in tokens. Hash ids: the
+group, and the hash id."""
+
+IN_PLACE = 1
+"""The kind of a group in whose tables a block's index gives its positions, and whose tokens read a window."""
+
+SLIDING, CHUNKED, STATE, WHOLE = range(4)
+"""What a group needs of the tokens below a boundary: their last window, the chunk that goes on, the state, or
+all."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A KV cache group beside the one that is followed. ``tokens`` per block; ``window`` in tokens."""
+
+    number: int
+    tokens: int
+    kind: int
+    window: int = 0
+
+    def ends(self, boundary: int, below: int) -> range:
+        """The ends of the blocks that a hit up to ``boundary``, a multiple of its blocks, needs.
+
+        Of a group that needs all blocks, those behind ``below``, the boundary before.
+        """
+        if self.kind == STATE:
+            return range(boundary, boundary + 1)
+        if self.kind == SLIDING:
+            first = max(0, boundary - -(-(self.window - 1) // self.tokens) * self.tokens)
+        elif self.kind == CHUNKED:
+            first = boundary // self.window * self.window // self.tokens * self.tokens
+        else:
+            first = below // self.tokens * self.tokens
+        return range(first + self.tokens, boundary + 1, self.tokens)
+
+
+class GroupTraceReader(TraceReader):
+    """Makes changes and requests from events, of engines with several groups in one pool, too.
+
+    Those have a ``problem`` all the same: a pool of another size can't be replayed from their changes.
+    """
+
+    group: int = 0
+    """The group that is followed."""
+    others: list[Group] = []
+    """The other groups that prefixes are cached in; [] in an engine with one group."""
+
+    @property
+    def stopped(self) -> bool:
+        """See the base."""
+        return bool(self.problem) and not self.others
+
+    def feed(self, event: ev.Event) -> None:
+        """Read one event, in the journal's order."""
+        if not self.stopped:
+            post(self, event, _HANDLERS)
+
+    def _grouped_pool(self, event: ev.PoolSeen) -> None:
+        self._pool(event)
+        groups = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
+        whole = [number for number, _, places in groups if places == FULL_ATTENTION]
+        rows = [event.windows[i : i + 3] for i in range(0, len(event.windows), 3)]
+        windows = {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
+        known = all(tokens > 0 and kind in (SLIDING, CHUNKED, STATE) for tokens, kind in windows.values())
+        known = known and all(number in windows for number, _, places in groups if places == IN_PLACE)
+        if event.pool or not whole or not known:
+            self.others = []
+        elif len(groups) > 1 and not self.block_tokens:
+            self.group = whole[0]
+            for number, tokens, places in groups:
+                if number == self.group:
+                    self.block_tokens = tokens
+                elif places == FULL_ATTENTION:
+                    self.others.append(Group(number, tokens, WHOLE))
+                elif number in windows:
+                    window, kind = windows[number]
+                    self.others.append(Group(number, tokens, kind, window))
+            self.blocks = event.blocks - (event.null_block >= 0)
+
+    def _grouped_touch(self, event: pool_calls.BlocksTouched) -> None:
+        if not self.others or event.group == self.group:
+            self._touched(event)
+
+    def _grouped_allocation(self, event: pool_calls.BlocksAllocated) -> None:
+        if not self.others:
+            self._allocated(event)
+            return
+        for number, group, blocks in event.calls():
+            evicted = self.contents.allocate(number, blocks)
+            request = self._living(number, event.at)
+            if evicted:
+                life = -1 if request is None else request.life
+                self._add(event.at, EVICT, life, 0, [ids[-1] for _, ids in evicted])
+            if request is not None and group == self.group:
+                request.table += blocks
+                self._add(event.at, GROW, request.life, len(request.table))
+
+    def _grouped_caching(self, event: ev.BlocksCached) -> None:
+        if not self.others:
+            self._cached(event)
+            return
+        if not self.block_tokens:
+            return
+        for number, group, block, hash_id, end in self.contents.cached(event):
+            self.contents.hashes[block] = (hash_id,)
+            request = self.requests.get(number)
+            if request is None or not request.lives:
+                continue
+            life = request.life if request.life >= 0 else max(request.lives)
+            if group != self.group:
+                self._add(event.at, IN_GROUP, life, end, (group, hash_id))
+            elif not end % self.block_tokens:
+                self._add(event.at, CACHED, life, end // self.block_tokens - 1, (hash_id,))
+
+    def _grouped_tables(self, event: pool_calls.TablesReported) -> None:
+        if not self.others:
+            self._reported(event)
+            return
+        rows = [
+            number
+            for request, group, computed, blocks in event.tables()
+            if group == self.group
+            for number in (request, group, computed, len(blocks), *blocks)
+        ]
+        self._reported(pool_calls.TablesReported(event.at, event.step, rows))
+
+
+_HANDLERS: dict[type[ev.Event], Callable[[Any, Any], None]] = {
+    **HANDLERS,
+    ev.PoolSeen: GroupTraceReader._grouped_pool,
+    pool_calls.BlocksTouched: GroupTraceReader._grouped_touch,
+    pool_calls.BlocksAllocated: GroupTraceReader._grouped_allocation,
+    ev.BlocksCached: GroupTraceReader._grouped_caching,
+    pool_calls.TablesReported: GroupTraceReader._grouped_tables,
+}

@@ -1,0 +1,1 @@
+"""Recorded traffic on a real scheduler, in simulated time: `kvledger simulate`."""

@@ -1,0 +1,203 @@
+"""Runs simulations in other processes: several at a time, and under any release's interpreter.
+
+vLLM is imported once for each release, in a process of which the workers are forks
+(``repro/vllm_process.py``). A worker gets one job a line and answers one line. The traffic and what a run
+led to are files in a folder of the caller, because they are large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from ..errors import LedgerError
+from ..repro.vllm_process import Line, VllmProcess, serve_lines
+from .rows import Run
+from .traffic import Traffic
+
+MODULE = "kvledger.audit.simulate.processes"
+START_SECONDS = 600.0
+"""How long a process may take to import vLLM."""
+
+LONGEST_SECONDS = 7 * 86_400.0
+"""A simulation that takes longer is given up."""
+
+PROGRESS_SECONDS = 0.5
+"""How often a worker notes how far it is."""
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """One simulation. ``traffic``, ``result`` and ``progress`` are files. Without ``traffic`` the answer is
+    the release's version. ``betas`` None: by step; else microseconds of each feature of a step. ``since``:
+    only requests that came then or later are counted."""
+
+    traffic: str = ""
+    result: str = ""
+    progress: str = ""
+    setup: dict[str, Any] = {}
+    betas: list[float] | None = None
+    rate: float = 1.0
+    closed: bool = False
+    since: int = 0
+
+
+class Answer(msgspec.Struct):
+    """A worker's answer. ``error``: why there is no result."""
+
+    version: str = ""
+    error: str = ""
+
+
+_loaded: dict[str, Traffic] = {}
+"""The traffic that this process read last, by its file."""
+
+
+def answer(job: Job) -> Answer:
+    """Do one job in this process."""
+    try:
+        from ..engines import host_version
+
+        if not job.traffic:
+            from ..conformance.engine_setup import EngineSetup, build_scheduler
+
+            build_scheduler(EngineSetup())
+            return Answer(version=host_version())
+        run = _run(job)
+        Path(job.result).write_bytes(msgspec.msgpack.encode(run))
+        return Answer(version=host_version())
+    except Exception as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+
+
+def _run(job: Job) -> Run:
+    from .engine import Timing, by_step, by_time
+
+    traffic = _loaded.get(job.traffic)
+    if traffic is None:
+        _loaded.clear()
+        traffic = _loaded[job.traffic] = load(Path(job.traffic))
+    noted = 0.0
+
+    def progress(share: float) -> None:
+        nonlocal noted
+        now = time.monotonic()
+        if job.progress and now - noted > PROGRESS_SECONDS:
+            noted = now
+            Path(job.progress).write_text(f"{share:.4f}")
+
+    if job.betas is None:
+        return by_step(traffic, job.setup, progress, since=job.since)
+    timing = Timing(job.betas, job.rate, job.closed, job.since)
+    return by_time(traffic, job.setup, timing, progress)
+
+
+def load(path: Path) -> Traffic:
+    """The traffic in a file."""
+    return msgspec.msgpack.decode(path.read_bytes(), type=Traffic)
+
+
+def serve() -> None:
+    """Answer jobs from standard input until it ends, and fork workers that do the same."""
+    encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Job).decode
+    serve_lines(lambda line: encode(answer(decode(line))))
+
+
+class Simulators:
+    """The workers of one release: as many as ``workers``, each started when it is first needed."""
+
+    def __init__(self, command: Sequence[str], workers: int) -> None:
+        self._command = tuple(command)
+        """Stands in front of the interpreter's options."""
+        self._parent = VllmProcess(*command, module=MODULE)
+        """The process that forks the workers."""
+        self._own: list[VllmProcess] = []
+        """The workers' processes where it can't fork."""
+        self._idle: SimpleQueue[Line | None] = SimpleQueue()
+        """Workers without a job; None: one that is not started."""
+        for _ in range(workers):
+            self._idle.put(None)
+        self.version = ""
+        """The release's version; "" until it was asked."""
+
+    def start(self) -> str:
+        """Import vLLM and return its version. Raises LedgerError."""
+        found = self._ask(self._parent.line, Job(), START_SECONDS)
+        if found.error:
+            raise LedgerError(f"vLLM's scheduler can't be built by {' '.join(self._command)}: {found.error}")
+        self.version = found.version
+        return found.version
+
+    def run(self, job: Job) -> Run:
+        """One simulation; waits for a worker. Raises LedgerError."""
+        line = self._idle.get()
+        try:
+            if line is None:
+                line = self._begin()
+            found = self._ask(line, job, LONGEST_SECONDS)
+        finally:
+            self._idle.put(line)
+        if found.error:
+            raise LedgerError(f"the simulation failed: {found.error}")
+        return msgspec.msgpack.decode(Path(job.result).read_bytes(), type=Run)
+
+    def _begin(self) -> Line:
+        forked = self._parent.fork(START_SECONDS)
+        if forked is not None:
+            return forked[0]
+        self._own.append(VllmProcess(*self._command, module=MODULE))
+        return self._own[-1].line
+
+    def _ask(self, line: Line, job: Job, seconds: float) -> Answer:
+        found = line.ask(msgspec.json.encode(job), seconds)
+        if found is None:
+            return Answer(error="the process ended")
+        return msgspec.json.decode(found, type=Answer)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in (*self._own, self._parent):
+            process.stop()
+
+
+def each_done(
+    jobs: Sequence[tuple[Any, Simulators, Job]], workers: int, look: Any = None
+) -> Iterator[tuple[Any, Run | LedgerError]]:
+    """The key of each job and what it led to, in the order in which they end. ``look``: called while it
+    waits."""
+    threads = ThreadPoolExecutor(max(1, workers))
+    try:
+        waiting: dict[Future[Run], Any] = {
+            threads.submit(simulators.run, job): key for key, simulators, job in jobs
+        }
+        while waiting:
+            done, _ = wait(waiting, timeout=PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
+            if look is not None:
+                look()
+            for future in done:
+                error = future.exception()
+                if error is not None and not isinstance(error, LedgerError):
+                    raise error
+                yield waiting.pop(future), error if error is not None else future.result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def shares(files: Sequence[Path]) -> list[float]:
+    """How far the jobs with these progress files are."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(float(file.read_text()))
+    return found
+
+
+def same_release(one: str, other: str) -> bool:
+    """Whether two versions name one release, whatever a build adds."""
+    return one.partition("+")[0] == other.partition("+")[0]

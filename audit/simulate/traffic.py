@@ -1,0 +1,618 @@
+"""The traffic of a journal of level ``blocks``, as plain values that a process with another vLLM can read.
+
+A :class:`Traffic` has what clients did (arrivals, lengths, contents, aborts, chunks of sessions) and what the
+model and the connector answered (outputs, accepted drafts, lookups, loads). Contents are hash ids: two
+requests have a block in common if their hash ids are equal there. So no token is needed and none is known.
+
+:func:`read_traffic` also writes a script: every operation on the scheduler in the recorded order, by which
+the recorded configuration must lead to the recorded figures.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from .. import events as ev
+from .. import pool_calls
+from ..errors import LedgerError
+from ..ledger.blocks.pool_contents import PoolContents
+from ..ledger.blocks.split_calls import post
+
+FULL = 2
+"""The kind of a group of full attention, in PoolSeen."""
+
+KINDS = {0: "sliding", 1: "chunked", 2: "mamba"}
+"""The kinds of groups with windows, in PoolSeen."""
+
+HASH = "Q"
+"""A hash id has 64 bits."""
+
+Answer = tuple[int, bool, int] | None
+"""What a connector holds of a request from its first token on, at one lookup (0: nothing beyond the local
+hit), whether it loads asynchronously, and how many lookups in a row got the answer without an admission (0:
+the lookup led to one). None: it asked to be asked again later."""
+
+MOST_DEFERRED = 100
+"""Most lookups in a row that are deferred."""
+
+
+class NoTraffic(LedgerError):
+    """The journal does not have what a simulation needs; the text is one sentence."""
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """A further chunk of a session: the positions [start, end) of the sequence. ``at``: when it came.
+    ``turn``: the length of the sequence at which the turn before it had stopped; -1: not known."""
+
+    at: int
+    start: int
+    end: int
+    turn: int = -1
+
+
+class Verified(msgspec.Struct, array_like=True):
+    """One verification of drafts: how many there were, and how many of them were accepted."""
+
+    drafts: int
+    accepted: int
+
+
+class SimulatedRequest(msgspec.Struct, array_like=True):
+    """One recorded request. Times are microseconds since the engine started; -1: not known.
+
+    ``came_after``: when the last output before the request was taken. Schedulers take requests between two
+    steps, so the request came between then and ``at``. ``hashes``: the hash id of each full block of its
+    sequence, 0 where it is not known. ``lora``: the number of its adapter, 0 for none. ``outputs``: how many
+    output tokens it had at its end; of sessions, in their last turn. ``load_us``: how long each asynchronous
+    load took. ``hold_us``: how long the connector kept its blocks after the end; -1: it kept none.
+    ``reads_cache``: it may hit the prefix cache. ``parent``: the request whose output its prompt repeats and
+    continues.
+    """
+
+    number: int
+    request_id: str
+    at: int
+    came_after: int
+    prompt: int
+    max_tokens: int | None = None
+    priority: int = 0
+    resumable: bool = False
+    pooling: bool = False
+    lora: int = 0
+    hashes: bytes = b""
+    chunks: list[Chunk] = []
+    closed: bool = False
+    outcome: str = ""
+    outputs: int = -1
+    ended_at: int = -1
+    sequence: int = 0
+    answers: list[Answer] = []
+    load_us: list[int] = []
+    hold_us: int = -1
+    drafts: list[Verified] = []
+    parent: int = -1
+    reads_cache: bool = True
+
+    def hash_ids(self) -> array[int]:
+        """The hash id of each full block."""
+        ids = array(HASH)
+        ids.frombytes(self.hashes)
+        return ids
+
+
+ADD, CHUNK, CLOSE, ABORT, RESET, SCHEDULE, OUTPUT, REPEAT, EMPTY, PREEMPT = range(10)
+"""What an :class:`Op` does. EMPTY: steps that scheduled nothing. PREEMPT: somebody else than the scheduler
+preempted the request, between two steps."""
+
+
+class Op(msgspec.Struct, array_like=True):
+    """One operation on the scheduler. ``count``: of REPEAT how often the last step and output are repeated,
+    of EMPTY how many steps, of RESET 1 if it preempts running requests, of CHUNK its index, of PREEMPT 1
+    if its output in flight is dropped, of SCHEDULE and OUTPUT 1 if the step is empty and its output has an
+    operation. Of an output: ``accepted`` drafts and ``proposed`` drafts for the next step, by request;
+    ``failed`` table positions [first, end) that were not loaded, ``failed_whole`` requests of which nothing
+    was; ``loaded`` and ``sent`` transfers that finished.
+    """
+
+    do: int
+    at: int
+    request: int = -1
+    count: int = 0
+    accepted: dict[int, int] = {}
+    proposed: dict[int, int] = {}
+    failed: dict[int, tuple[int, int]] = {}
+    failed_whole: list[int] = []
+    loaded: list[int] = []
+    sent: list[int] = []
+
+
+class Traffic(msgspec.Struct):
+    """Everything that is simulated. ``groups``: the kind of each KV cache group, as EngineSetup
+    names it.
+
+    ``doubts``: what the journal does not have, and what a simulation leaves out, one sentence each.
+    """
+
+    version: str
+    configuration: dict[str, ev.Setting]
+    requests: list[SimulatedRequest]
+    script: list[Op]
+    resets: list[tuple[int, bool]]
+    groups: list[str]
+    doubts: list[str]
+    began_seconds: float = 0.0
+    ended_at: int = 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return int(self.configuration.get("block_size") or 16)
+
+
+class _Row:
+    """A request while the journal is read."""
+
+    __slots__ = ("found", "hashes", "loading_since", "request")
+
+    def __init__(self, request: SimulatedRequest) -> None:
+        self.request = request
+        """What will be simulated."""
+        self.hashes = array(HASH)
+        """The hash id of each full block."""
+        self.loading_since = -1
+        """When its present load began."""
+        self.found = 0
+        """Where the hits of its last admission end."""
+
+
+class TrafficReader:
+    """Makes traffic of the events of one engine, in their order."""
+
+    def __init__(self) -> None:
+        self.started: ev.EngineStarted | None = None
+        """How the engine described itself first."""
+        self.requests: list[SimulatedRequest] = []
+        """Every request, in the order of arrival."""
+        self.script: list[Op] = []
+        """Every operation, in order."""
+        self.resets: list[tuple[int, bool]] = []
+        """Resets of the prefix cache: when, and whether running requests were preempted."""
+        self.lost = 0
+        """How many times events were lost."""
+        self._rows: dict[int, _Row] = {}
+        """Open requests, and ended ones whose blocks may still be reported."""
+        self._groups: dict[int, str] = {}
+        """The kind of each KV cache group."""
+        self._sizes: dict[int, int] = {}
+        """Tokens of a block, by group."""
+        self._blocks: dict[int, tuple[int, int]] = {}
+        """Hash id and end of each cached block."""
+        self._contents = PoolContents()
+        """The request to which each block was allocated last."""
+        self._in_output: dict[int, int] = {}
+        """The request that first had a block with output tokens, by hash id."""
+        self._step = 0
+        """The last step whose schedule is in the script."""
+        self._last_schedule = Op(SCHEDULE, 0)
+        """Its operation."""
+        self._stepped_at = 0
+        """The last step that is known to have returned."""
+        self._room: list[int] = []
+        """Places in the script since the last schedule at which the engine may have scheduled an empty
+        step."""
+        self._flying, self._depth = 0, 1
+        """Steps in flight in the script, and how many there may be."""
+        self._delivered_at = 0
+        """When the last output was taken."""
+        self._running: dict[int, int] = {}
+        """Draft tokens of each request in the last step."""
+        self._sampled: dict[int, int] = {}
+        """Tokens that each request sampled in its last output, if not one."""
+        self._in_flight: deque[dict[int, int]] = deque()
+        """Drafts of each step without an output, by request."""
+        self._output: Op | None = None
+        """The last output, until the next operation: transfers that finish belong to it."""
+        self._last_output: Op | None = None
+        """The last output, for the drafts that the next step has."""
+        self._failing: list[tuple[int, int]] = []
+        """Requests whose load failed, and the first position that was not loaded."""
+        self._order: list[int] = []
+        """The requests of the last DeliveredWhole."""
+        self._doubts: dict[str, None] = {}
+        """What is left out."""
+        self._begun = False
+        """Whether the first snapshot was read."""
+        self._at = 0
+        """The time of the last event."""
+
+    def feed(self, event: ev.Event) -> None:
+        """Read one event."""
+        self._at = event.at
+        post(self, event, _HANDLERS)
+
+    def traffic(self) -> Traffic:
+        """What was read. Raises :class:`NoTraffic`."""
+        started = self.started
+        if started is None:
+            raise NoTraffic("the journal does not say how its engine was configured")
+        if not self.requests:
+            raise NoTraffic("the journal has no request")
+        for row in self._rows.values():
+            self._close(row)
+        self._find_parents()
+        if self.lost:
+            self._doubt(f"Events were lost {self.lost:,} times, so requests are missing.")
+        return Traffic(
+            version=started.version,
+            configuration=started.configuration,
+            requests=self.requests,
+            script=self.script,
+            resets=self.resets,
+            groups=[kind for _, kind in sorted(self._groups.items())] or ["full"],
+            doubts=list(self._doubts),
+            began_seconds=started.began_seconds,
+            ended_at=self._at,
+        )
+
+    def _doubt(self, sentence: str) -> None:
+        self._doubts[sentence] = None
+
+    def _op(self, do: int, at: int, request: int = -1, count: int = 0) -> Op:
+        op = Op(do, at, request, count)
+        self.script.append(op)
+        self._output = op if do in (OUTPUT, REPEAT) else None
+        if do in (SCHEDULE, REPEAT):
+            self._room = []
+        self._flying += (do == SCHEDULE) - (do == OUTPUT)
+        if do in (OUTPUT, REPEAT) or (do == SCHEDULE and self._flying < self._depth):
+            self._room.append(len(self.script))
+        return op
+
+    # --- the engine -----------------------------------------------------------------------------------
+
+    def _engine_started(self, event: ev.EngineStarted) -> None:
+        if event.level not in ("blocks", "content"):
+            raise NoTraffic(
+                f"the journal is of level {event.level}: simulate needs block events, which "
+                "KVLEDGER_LEVEL=blocks records"
+            )
+        self.started = self.started or event
+        self._depth = 2 if self.started.configuration.get("asynchronous") else 1
+
+    def _snapshot(self, event: ev.Snapshot) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        self._step = event.step
+        if event.rows:
+            self._doubt(
+                f"The journal begins in mid-life: {len(event.rows):,} requests and the "
+                "cache's contents before it "
+                "are not simulated."
+            )
+            self._in_flight.extend({} for _ in range(event.undelivered_steps))
+
+    def _gap(self, event: ev.Gap) -> None:
+        if event.reason != ev.REMOVED or self.requests:
+            self.lost += 1
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        windows = {event.windows[i]: event.windows[i + 2] for i in range(0, len(event.windows), 3)}
+        for place in range(0, len(event.groups), 3):
+            group, size, kind = event.groups[place : place + 3]
+            name = KINDS.get(windows.get(group, -1)) or ("full" if kind == FULL else "cross")
+            self._groups[group], self._sizes[group] = name, size
+
+    def _paused(self, event: ev.LeftWaiting) -> None:
+        if "paused" in event.cause:
+            self._doubt("The engine was paused, which is not simulated.")
+
+    def _weights(self, event: ev.WeightsChanged) -> None:
+        self._doubt("The weights changed, which is not simulated.")
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def _added(self, event: ev.RequestAdded) -> None:
+        isolation = event.isolation or []
+        if len(isolation) > 2:
+            self._doubt("Requests have multimodal inputs, whose encoder is not simulated.")
+        request = SimulatedRequest(
+            event.request,
+            event.request_id,
+            event.at,
+            min(self._delivered_at, event.at),
+            event.prompt_tokens,
+            event.max_tokens,
+            event.priority,
+            event.resumable,
+            event.pooling,
+            isolation[1] if len(isolation) > 1 else 0,
+            sequence=event.prompt_tokens,
+            reads_cache=event.reads_cache,
+        )
+        old = self._rows.get(event.request)
+        if old is not None:
+            self._close(old)
+        self._rows[event.request] = _Row(request)
+        self.requests.append(request)
+        self._op(ADD, event.at, event.request)
+
+    def _extended(self, event: ev.Extended) -> None:
+        row = self._rows.get(event.request)
+        if row is None:
+            return
+        if not row.request.resumable:  # a connector cut the prompt
+            row.request.prompt = event.prompt_tokens
+            return
+        row.request.chunks.append(
+            Chunk(event.at, event.computed_tokens, event.prompt_tokens, event.turn_tokens)
+        )
+        self._op(CHUNK, event.at, event.request, len(row.request.chunks) - 1)
+
+    def _finished(self, event: ev.Finished) -> None:
+        row = self._rows.get(event.request)
+        if row is None:
+            return
+        request = row.request
+        request.outcome, request.outputs, request.ended_at = event.reason, event.output_tokens, event.at
+        request.sequence = max(request.sequence, event.sequence_tokens)
+        self._running.pop(event.request, None)
+        if event.reason == "aborted":
+            self._op(ABORT, event.at, event.request)
+        elif request.resumable:
+            request.closed = True  # before the output with which it ended
+            place = self._room[-1] - 1 if self._room else len(self.script)
+            self.script.insert(place, Op(CLOSE, event.at, event.request))
+            self._room = [each + (each > place) for each in self._room]
+
+    def _close(self, row: _Row) -> None:
+        row.request.hashes = row.hashes.tobytes()
+
+    def _find_parents(self) -> None:
+        """Find the request whose output each prompt repeats, by the last block that the two share."""
+        size = int((self.started.configuration if self.started else {}).get("block_size") or 16)
+        for request in self.requests:
+            ids = request.hash_ids()
+            for place in reversed(range(min(len(ids), request.prompt // size))):
+                donor = self._in_output.get(ids[place], request.number)
+                if donor != request.number:
+                    request.parent = donor
+                    break
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def _scheduled(self, step: int, at: int) -> None:
+        """The schedule of ``step`` is called now, if it is not in the script yet."""
+        if step > self._step:
+            self._schedule_nothing(step - self._step - 1, at)
+            self._step = step
+            self._last_schedule = self._op(SCHEDULE, at)
+
+    def _schedule_nothing(self, steps: int, at: int) -> None:
+        """Steps without an event were empty. An engine schedules as soon as it has taken an output."""
+        places = self._room or [len(self.script)]
+        for number, place in reversed(list(enumerate(places))):
+            here = min(1, max(0, steps - number)) if place != places[-1] else max(0, steps - number)
+            if here:
+                self.script.insert(place, Op(EMPTY, at, -1, here))
+
+    def _stepped(self, event: ev.Stepped) -> None:
+        self._scheduled(event.step, event.at)
+        running = self._running
+        for number in ev.numbers(event.dropped):
+            running.pop(number, None)
+        rows = ev.numbers(event.changed)
+        for place in range(0, len(rows), 4):
+            running[rows[place]] = rows[place + 2]
+        self._stepped_at = event.step
+        self._in_flight.append({number: drafts for number, drafts in running.items() if drafts})
+        self._propose(self._in_flight[-1])
+
+    def _propose(self, drafts: dict[int, int]) -> None:
+        if drafts and self._last_output is not None:
+            self._last_output.proposed = drafts
+
+    def _delivered(self, event: ev.Delivered) -> None:
+        rows = ev.numbers(event.changed)
+        self._answer(dict(zip(rows[::2], rows[1::2], strict=True)), event.at)
+
+    def _delivered_whole(self, event: ev.DeliveredWhole) -> None:
+        self._order = event.requests or self._order
+        self._answer(dict(zip(self._order, event.sampled, strict=False)), event.at)
+
+    def _answer(self, sampled: dict[int, int], at: int) -> None:
+        self._sampled |= sampled
+        op = self._op(OUTPUT, at)
+        self._last_output = op
+        self._delivered_at = at
+        for number, drafts in (self._in_flight.popleft() if self._in_flight else {}).items():
+            accepted = min(drafts, max(0, self._sampled.get(number, 1) - 1))
+            if accepted:
+                op.accepted[number] = accepted
+            if (row := self._rows.get(number)) is not None:
+                row.request.drafts.append(Verified(drafts, accepted))
+        self._fail(op)
+
+    def _fail(self, op: Op) -> None:
+        size = self._sizes.get(0, 16)
+        for number, first in self._failing:
+            if first < 0:
+                op.failed_whole.append(number)
+                continue
+            row = self._rows.get(number)
+            end = math.ceil((row.found if row else first + size) / size)
+            op.failed[number] = (first // size, max(end, first // size + 1))
+        self._failing = []
+
+    def _repeated(self, event: ev.Repeated) -> None:
+        drafts, times = {number: count for number, count in self._running.items() if count}, event.times
+        if self._step > self._stepped_at:  # the first of the steps admitted a request, to wait for its load
+            times -= 1
+            self._in_flight.append(drafts)
+            self._propose(drafts)
+            self._answer({}, event.at)
+        self._step += times
+        self._stepped_at = self._step
+        if times and not drafts:
+            self._op(REPEAT, event.at, -1, times)
+        for _ in range(times if drafts else 0):
+            self._op(SCHEDULE, event.at)
+            self._in_flight.append(drafts)
+            self._propose(drafts)
+            self._answer({}, event.at)
+        self._delivered_at = event.at
+
+    # --- lookups, admissions, loads -------------------------------------------------------------------
+
+    def _matched(self, event: ev.Matched) -> None:
+        self._scheduled(event.step, event.at)
+        row = self._rows.get(event.request)
+        if row is not None and event.external_tokens is not None:
+            found = event.external_tokens and event.local_tokens + event.external_tokens
+            row.request.answers.append((found, event.asynchronous, 0))
+
+    def _not_admitted(self, event: ev.AdmissionFailed) -> None:
+        row = self._rows.get(event.request)
+        if row is not None and event.reason == "deferred":
+            row.request.answers += [None] * min(event.attempts, MOST_DEFERRED)
+        elif row is not None and event.external_tokens:
+            row.request.answers.append((event.local_tokens + event.external_tokens, False, event.attempts))
+
+    def _admitted(self, event: ev.Admitted) -> None:
+        self._scheduled(event.step, event.at)
+        row = self._rows.get(event.request)
+        if row is not None:
+            row.found = event.local_tokens + event.external_tokens
+            if event.asynchronous:
+                row.loading_since = event.at
+
+    def _preempted(self, event: ev.Preempted) -> None:
+        self._running.pop(event.request, None)
+        if event.cause == "blocks":
+            if event.step > self._stepped_at:
+                self._scheduled(event.step, event.at)
+            else:
+                self._op(PREEMPT, event.at, event.request, int(not event.delivered))
+
+    def _load_failed(self, event: ev.LoadFailed) -> None:
+        whole = event.asynchronous and event.failed_blocks is None
+        self._failing.append((event.request, -1 if whole else event.computed_tokens))
+
+    def _transferred(self, at: int) -> Op:
+        """The output that reports a transfer: the last one, or that of an empty step, of which no event
+        tells."""
+        op = self._output
+        if op is None:
+            if self._step == self._stepped_at:
+                self._step += 1
+                self._last_schedule = self._op(SCHEDULE, at)
+            self._last_schedule.count = 1
+            self._stepped_at = self._step
+            op = self._op(OUTPUT, at)
+            op.count = 1
+        self._fail(op)
+        return op
+
+    def _loaded(self, event: ev.LoadFinished) -> None:
+        row = self._rows.get(event.request)
+        if row is None:
+            return
+        self._transferred(event.at).loaded.append(event.request)
+        if row.loading_since >= 0:
+            row.request.load_us.append(event.at - row.loading_since)
+            row.loading_since = -1
+
+    def _held(self, event: ev.FreeDelayed) -> None:
+        row = self._rows.get(event.request)
+        if row is not None:
+            row.request.hold_us = 0
+
+    def _sent(self, event: ev.FreeCompleted) -> None:
+        row = self._rows.get(event.request)
+        if row is not None:
+            row.request.hold_us = max(0, event.at - row.request.ended_at)
+            self._transferred(event.at).sent.append(event.request)
+
+    def _reset(self, event: ev.CacheReset) -> None:
+        self.resets.append((event.at, event.running))
+        self._op(RESET, event.at, -1, int(event.running))
+
+    # --- contents -------------------------------------------------------------------------------------
+
+    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
+        for number, _, blocks in event.calls():
+            self._contents.allocate(number, blocks)
+            for block in blocks:
+                self._blocks.pop(block, None)
+
+    def _touched(self, event: pool_calls.BlocksTouched) -> None:
+        row = self._rows.get(event.request)
+        if row is None or event.group > 0:
+            return
+        for block in event.blocks:
+            known = self._blocks.get(block)
+            if known is not None:
+                self._name(row, *known)
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        for number, group, block, signed, end in self._contents.cached(event):
+            if group > 0:
+                continue
+            hash_id = signed & (1 << 64) - 1
+            self._blocks[block] = (hash_id, end)
+            row = self._rows.get(number)
+            if row is not None:
+                self._name(row, hash_id, end)
+                if end > row.request.prompt:
+                    self._in_output.setdefault(hash_id, number)
+
+    def _name(self, row: _Row, hash_id: int, end: int) -> None:
+        place = end // self._sizes.get(0, 16) - 1
+        hashes = row.hashes
+        if place >= len(hashes):
+            hashes.extend([0] * (place + 1 - len(hashes)))
+        if place >= 0:
+            hashes[place] = hash_id
+
+
+_HANDLERS: dict[type[ev.Event], Callable[[Any, Any], None]] = {
+    ev.EngineStarted: TrafficReader._engine_started,
+    ev.Snapshot: TrafficReader._snapshot,
+    ev.Gap: TrafficReader._gap,
+    ev.PoolSeen: TrafficReader._pool,
+    ev.LeftWaiting: TrafficReader._paused,
+    ev.WeightsChanged: TrafficReader._weights,
+    ev.RequestAdded: TrafficReader._added,
+    ev.Extended: TrafficReader._extended,
+    ev.Finished: TrafficReader._finished,
+    ev.Stepped: TrafficReader._stepped,
+    ev.Delivered: TrafficReader._delivered,
+    ev.DeliveredWhole: TrafficReader._delivered_whole,
+    ev.Repeated: TrafficReader._repeated,
+    ev.Matched: TrafficReader._matched,
+    ev.AdmissionFailed: TrafficReader._not_admitted,
+    ev.Admitted: TrafficReader._admitted,
+    ev.Preempted: TrafficReader._preempted,
+    ev.LoadFailed: TrafficReader._load_failed,
+    ev.LoadFinished: TrafficReader._loaded,
+    ev.FreeDelayed: TrafficReader._held,
+    ev.FreeCompleted: TrafficReader._sent,
+    ev.CacheReset: TrafficReader._reset,
+    pool_calls.BlocksAllocated: TrafficReader._allocated,
+    pool_calls.BlocksTouched: TrafficReader._touched,
+    ev.BlocksCached: TrafficReader._cached,
+}
+
+
+def read_traffic(events: Iterable[ev.Event]) -> Traffic:
+    """The traffic of one engine's events. Raises :class:`NoTraffic`."""
+    reader = TrafficReader()
+    for event in events:
+        reader.feed(event)
+    return reader.traffic()

@@ -1,0 +1,361 @@
+"""What `kvledger simulate` does: recorded traffic on other releases and configurations, and the table of it.
+
+The simulation itself is in ``audit/simulate``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ...audit.errors import LedgerError
+from ...audit.figures.declared import BY_NAME, parts_of
+from ...audit.journal.reader import Reader
+from ...audit.release_semantics import release as parsed_release
+from ...audit.replay.find import journals_at
+from ...audit.replay.parallel import cores
+from ...audit.replay.windows import Window
+from ...audit.repro.bisect import built, given, vllm_of
+from ...audit.simulate import settings as of
+from ...audit.simulate.processes import same_release
+from ...audit.simulate.study import BY_TIME, RECORDED, Calibration, Goal, Outcome, Study, goal
+from ...audit.text import printable
+from ..csv_cells import csv_of
+from . import terminal
+from .first_token import FirstTokens, later_tokens_sentence, shown
+
+CAUSES = ("local", "external", "computed", "unattained", "rework", "overrun", "rejected")
+"""Figures of tokens whose differences are printed."""
+
+NONE = "none"
+"""Stands for the time of a token that no request had."""
+
+
+class Simulated(msgspec.Struct, kw_only=True):
+    """Everything for one engine. ``found``: the smallest value that meets the goal; None: none was found, or
+    no goal was given. ``refused``: why no seconds are told. ``interrupted``: by Ctrl-C, so rows are
+    missing."""
+
+    engine: str
+    version: str
+    calibration: Calibration
+    refused: str
+    outcomes: list[Outcome]
+    goal: str = ""
+    setting: str = ""
+    found: int | None = None
+    interrupted: bool = False
+
+    @property
+    def code(self) -> int:
+        """0; 1: the goal was not met; 3: the simulation does not trust itself, or was interrupted."""
+        if not self.calibration.trusted or self.interrupted or any(each.error for each in self.outcomes):
+            return 3
+        return 1 if self.goal and self.found is None else 0
+
+
+def run(
+    paths: Sequence[Path],
+    *,
+    releases: Sequence[str],
+    settings: Sequence[str],
+    pythons: Sequence[str],
+    rate: float,
+    closed: bool,
+    find: str,
+    wanted: str,
+    jobs: int = 0,
+    window: Window,
+) -> Simulated:
+    """Calibrate, then simulate each release with each setting."""
+    journals = journals_at(paths)
+    if len(journals) != 1:
+        raise LedgerError(f"simulate takes one journal, and here are {len(journals)}: name one")
+    if bool(find) != bool(wanted):
+        raise LedgerError('--find NAME and --for "FIGURE >= VALUE" go together')
+    target = goal(wanted) if wanted else None
+    if find:
+        find = of.parsed(f"{find}=1")[0]
+    changes = [of.parsed(word) for word in settings]
+    variants = _variants(releases, changes, rate)
+    environments = _Environments(pythons)
+    with Reader(journals[0]) as reader, _progress() as stage:
+        events = (event for batch in reader.poll() for event in batch.events)
+        with Study(
+            events,
+            commands=environments.command,
+            workers=jobs or cores(),
+            rate=rate,
+            closed=closed,
+            since=window.since,
+            until=window.until,
+            stage=stage,
+        ) as study:
+            return _studied(study, variants, changes, find, target, wanted)
+
+
+def _variants(releases: Sequence[str], changes: Sequence[tuple[str, Any]], rate: float) -> list[of.Variant]:
+    """Each value of a setting by itself, with each release; a setting that is given twice has several
+    rows."""
+    combined: list[tuple[tuple[str, Any], ...]] = [()]
+    for name in dict.fromkeys(name for name, _ in changes):
+        values = [value for other, value in changes if other == name]
+        combined = [(*each, (name, value)) for each in combined for value in values]
+    found = [of.Variant(release, each) for release in releases or [""] for each in combined]
+    return [each for each in found if each.release or each.settings or rate != 1.0]
+
+
+def _studied(
+    study: Study,
+    variants: Sequence[of.Variant],
+    changes: Sequence[tuple[str, Any]],
+    find: str,
+    target: Goal | None,
+    wanted: str,
+) -> Simulated:
+    recorded = study.outcome(RECORDED, study.traffic.version, study.recorded)
+    outcomes = [recorded]
+    single = [each for each in changes if [name for name, _ in changes].count(each[0]) == 1]
+    calibration, by_time = study.calibrate(single)
+    outcomes += [by_time] if by_time is not None else []
+    result = Simulated(
+        engine=f"vLLM {study.traffic.version}",
+        version=study.traffic.version,
+        calibration=calibration,
+        refused=study.model.refused,
+        outcomes=outcomes,
+        goal=wanted,
+        setting=find,
+    )
+    try:
+        ended = {}
+        for outcome in study.variants(variants) if not find else ():
+            ended[outcome.name, outcome.release] = outcome
+            result.outcomes.append(outcome)
+        if find and target is not None:
+            base = variants[0] if variants else of.Variant()
+            values = {}
+            for value, outcome in study.find(find, target, base):
+                values[value] = outcome
+                result.outcomes.append(outcome)
+            met = [value for value, outcome in values.items() if target.met(outcome)]
+            result.found = min(met) if met else None
+    except KeyboardInterrupt:
+        result.interrupted = True
+    return result
+
+
+class _Environments:
+    """The interpreter of each release: those given, that which runs here, and those of this checkout."""
+
+    def __init__(self, pythons: Sequence[str]) -> None:
+        self._given = given(pythons)
+        """Releases by ``--python``."""
+        self._here = ""
+        """The release that this interpreter has; "" until it was asked."""
+
+    def command(self, release: str) -> Sequence[str]:
+        """What stands in front of the options of the interpreter. Raises LedgerError."""
+        for each in self._given:
+            if same_release(each.release.partition(" ")[0], release):
+                return each.command
+        if not self._here:
+            try:
+                self._here = vllm_of(sys.executable)
+            except LedgerError:
+                self._here = "none"
+        if same_release(self._here, release):
+            return (sys.executable,)
+        plain = release.partition("+")[0]
+        if not parsed_release(plain):
+            raise LedgerError(f"{printable(release)!r} is no release of vLLM, such as 0.24.0")
+        try:
+            [environment] = built(Path(), plain)
+        except (LedgerError, ValueError):
+            raise LedgerError(
+                f"there is no environment with vLLM {plain}: give the interpreter of one with "
+                f"--python {plain}=INTERPRETER"
+            ) from None
+        return environment.command
+
+
+# --- what is printed ------------------------------------------------------------------------------------
+
+
+def render(one: Simulated) -> Group:
+    """The answer and whether it is trusted, then the table, then what differs."""
+    return terminal.blocks(
+        _answer(one),
+        _differences(one.calibration),
+        _tokens_table(one),
+        _times_table(one),
+        terminal.notes(list(_remarks(one))),
+        _causes(one),
+        _differences_of_tokens(one),
+    )
+
+
+def _answer(one: Simulated) -> Group:
+    found = one.calibration
+    if found.exact:
+        words = (
+            f"By step the recording comes out to the token: {found.requests:,} requests, "
+            f"{found.steps:,} steps on "
+            f"vLLM {found.release}."
+        )
+        head = Text.assemble(("Calibrated. ", "bold green"), words)
+    else:
+        words = (
+            f"By step {found.differing:,} of {found.requests:,} requests differ from the recording; "
+            f"{found.simulated_steps:,} steps in place of {found.steps:,}."
+        )
+        head = Text.assemble(("Not calibrated. ", "bold red"), words)
+    lines = [head]
+    if found.by_time_points is not None:
+        lines.append(
+            Text(
+                f"By time {found.differing_by_time or 0:,} requests differ, and the hits by "
+                f"{found.by_time_points:+.2f} points."
+            )
+        )
+    if found.doubts:
+        lines.append(Text("The simulation does not trust itself:", style="red"))
+        lines += [Text(f"  {printable(doubt)}") for doubt in found.doubts]
+    if one.goal:
+        lines.append(Text(_found(one), style="bold"))
+    if one.interrupted:
+        lines.append(Text("Interrupted: the configurations that had not ended are missing.", style="red"))
+    return Group(*lines)
+
+
+def _found(one: Simulated) -> str:
+    if one.found is None:
+        return f"No value of {one.setting} that was tried meets {one.goal}."
+    return f"{one.setting}={one.found:,} is the smallest value that meets {one.goal}, to 1 %."
+
+
+def _differences(found: Calibration) -> Table | None:
+    if not found.differences:
+        return None
+    table = terminal.figures_table("request", "figure", "recorded", "simulated")
+    for each in found.differences:
+        name = printable(found.names.get(each.request, str(each.request)))
+        table.add_row(name, each.figure, str(each.recorded), str(each.simulated))
+    return table
+
+
+def _name(outcome: Outcome) -> str:
+    return printable(outcome.name) + (" (saturated)" if outcome.saturated else "")
+
+
+def _tokens_table(one: Simulated) -> Table:
+    """What the cache and the scheduler did."""
+    releases = len({outcome.release for outcome in one.outcomes}) > 1
+    columns = ["vLLM"] if releases else []
+    table = terminal.figures_table("", *columns, "hits", "external", "rework", "preempted", "steps")
+    for each in one.outcomes:
+        table.add_row(
+            _name(each),
+            *([printable(each.release)] if releases else []),
+            terminal.percent(each.hit_share),
+            terminal.percent(each.external_share),
+            f"{each.rework_tokens:,}",
+            f"{each.preemptions:,}",
+            f"{each.steps:,}",
+        )
+    return table
+
+
+def _times_table(one: Simulated) -> Table | None:
+    """How long it took, of the rows for which that is known."""
+    first = ("first token p50", "p95")
+    table = terminal.figures_table("", "engine s", "load", *first, "per token p50", "p95", "queued p95")
+    for each in one.outcomes:
+        if each.engine_seconds is None or each.load is None:
+            continue
+        times = (each.first_token_p50, each.first_token_p95, each.token_p50, each.token_p95, each.queued_p95)
+        table.add_row(
+            _name(each),
+            f"{each.engine_seconds:,.1f}",
+            terminal.percent(each.load),
+            *(NONE if value is None else shown(1e3 * value) for value in times),
+        )
+    return table if table.row_count else None
+
+
+def _remarks(one: Simulated) -> Iterator[str]:
+    if one.refused:
+        yield (
+            f"Seconds are unknown: {one.refused}. Steps take what the refused model says, "
+            "which only orders the "
+            "requests."
+        )
+    saturated = [each.name for each in one.outcomes if each.saturated]
+    if saturated:
+        yield (
+            f"Saturated: in {', '.join(map(printable, saturated))} more and more requests "
+            "wait, so waiting times "
+            "depend on how long the traffic lasts."
+        )
+    for each in one.outcomes:
+        if each.error:
+            yield f"{printable(each.name)} ended early: {printable(each.error)}"
+
+
+def _causes(one: Simulated) -> Group | None:
+    """First token and time per token by cause, of each configuration."""
+    lines = []
+    for each in one.outcomes:
+        if each.engine_seconds is None or not each.totals.first_tokens:
+            continue
+        figures = {name: getattr(each.totals, name) for name in BY_NAME}
+        lines.append(Text(printable(each.name), style="bold"))
+        lines.append(Text(f"  {FirstTokens.of(figures).sentence()}"))
+        later = {
+            name.removesuffix("_microseconds"): figures[name]
+            for name in parts_of("later_tokens_microseconds")
+        }
+        lines.append(Text(f"  {later_tokens_sentence(later, figures['later_tokens'])}"))
+    return Group(*lines) if lines else None
+
+
+def _differences_of_tokens(one: Simulated) -> Table | None:
+    """How many more tokens each configuration has than the recorded one as simulated, by what they were."""
+    base = next((each for each in one.outcomes if each.name == BY_TIME), None)
+    others = [each for each in one.outcomes if each.name not in (BY_TIME, RECORDED)]
+    if base is None or not others:
+        return None
+    table = terminal.figures_table("tokens more than as recorded", *CAUSES)
+    for each in others:
+        table.add_row(
+            printable(each.name), *(f"{each.totals.of(name) - base.totals.of(name):+,}" for name in CAUSES)
+        )
+    return table
+
+
+def as_csv(one: Simulated) -> str:
+    """One line per configuration: all that is no table."""
+    names = [name for name in Outcome.__struct_fields__ if name != "totals"]
+    return csv_of(names, ([getattr(each, name) for name in names] for each in one.outcomes))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal; elsewhere nothing is printed."""
+    out = terminal.console(stderr=True)
+    if not out.is_terminal:
+        yield lambda words, share: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task("reading the journal", total=1.0)
+        yield lambda words, share: bar.update(task, description=words, completed=share)

@@ -1,0 +1,581 @@
+"""Turns of sessions: how much each reused of the turn before, and why not more, as text, data or CSV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Group
+from rich.text import Text
+
+from ...audit import causes
+from ...audit.analysis.costs import total
+from ...audit.analysis.turns import Turn, TurnCounts, across_engines
+from ...audit.errors import LedgerError
+from ...audit.replay.block_traces import block_turns, is_request_trace, priced, request_trace
+from ...audit.replay.parallel import Run, here, readable
+from ...audit.replay.windows import EVERYTHING, Window
+from ...audit.text import utc
+from ..csv_cells import csv_of
+from ..facts.kept_blocks import recorded_blocks, traces_at
+from ..messages import Messages
+from .audit_data import share
+from .terminal import blocks, bullets, counted, decimal, figures_table, notes, percent, title
+
+if TYPE_CHECKING:
+    from ..facts.tables import Facts
+
+LEGEND = (
+    "A turn could have reused what the turn before left in the cache, up to the last token of its own "
+    "prompt. Each reusable token that its first admission did not hit has one cause."
+)
+SECONDS_LEGEND = "Seconds: what computing the lost tokens took, by the model of step time of their engine."
+COLUMNS = (
+    "engine", "journal", "session", "given", "number", "request_id", "before", "retried", "arrived_seconds",
+    "ended_seconds", "idle_seconds", "prompt_tokens", "hit", "reusable", "shared", "lost_seconds",
+    "parted_at", "changed",
+)  # fmt: skip
+NUMBERS = ((2, 2), (3, 3), (4, 4), (5, 5), (6, 10), (11, 20), (21, 0))
+"""Rows by turn number, first and last; 0: no last."""
+
+RETENTIONS = (10.0, 60.0, 300.0, 900.0, 3_600.0)
+"""Seconds for which turns might be kept."""
+
+_GONE = {causes.EVICTED, causes.TIER}
+
+WORTH = 0.02
+"""A cause is worth a conclusion from this share of the reusable tokens up."""
+
+
+class CauseOfTurns(msgspec.Struct, frozen=True, kw_only=True):
+    """Reusable tokens with one cause. ``share`` is of all reusable tokens; ``turns`` had such tokens."""
+
+    cause: str
+    text: str
+    tokens: int
+    share: float | None
+    turns: int
+
+
+class TurnNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns whose number is from ``first`` to ``last`` (0: no last)."""
+
+    first: int
+    last: int
+    turns: int
+    prompt_tokens: int
+    hit: int
+    reusable: int
+    reused: int
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One session. ``lost`` is by cause; ``engines``: on how many engines it ran.
+
+    ``lost_seconds``: engine time that computing the lost tokens took; None: not known.
+    """
+
+    session: str
+    given: bool
+    turns: int
+    engines: int
+    prompt_tokens: int
+    hit: int
+    reusable: int
+    lost_tokens: int
+    lost_seconds: float | None
+    lost: dict[str, int]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the messages changed from one turn to the next, the most often changed first."""
+
+    changed: str
+    turns: int
+    tokens: int
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """What keeping the tokens of each turn for ``seconds``, or until the next turn, would save.
+
+    ``seconds`` None: each session is pinned, until its next turn or the end of the trace. ``tokens``: evicted
+    tokens that the next turn would have hit. ``held_tokens``: the tokens kept on average, at most, and
+    ``most_held_tokens`` at one time. Tokens that sessions share are counted for each session.
+    """
+
+    seconds: float | None
+    tokens: int
+    share: float | None
+    held_tokens: int
+    most_held_tokens: int
+
+
+class Turns(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns of all sessions. Figures are of turns that follow another one, unless they say otherwise.
+
+    ``idle_*``: seconds from the end of a turn to the next one, of all turns that followed within the trace.
+    """
+
+    sessions: int
+    inferred_sessions: int
+    requests: int
+    turns: int
+    prompt_tokens: int
+    hit: int
+    reusable: int
+    reused: int
+    lost_seconds: float | None
+    """Engine time that computing the lost tokens took; None: the step model of an engine does not say it."""
+    causes: list[CauseOfTurns]
+    changes: list[Change]
+    by_number: list[TurnNumbers]
+    retention: list[Retention]
+    idle_median_seconds: float | None
+    idle_p90_seconds: float | None
+    evicted_idle_p90_seconds: float | None
+    conclusions: list[str]
+    worst: list[SessionRow]
+    doubts: list[str]
+    each: list[Turn]
+    """The turns of the session that was asked for; else of all sessions, in CSV alone."""
+
+
+def turns(
+    paths: Sequence[Path],
+    *,
+    session: str = "",
+    most: int = 20,
+    block_tokens: int = 0,
+    messages: Path | None = None,
+    window: Window = EVERYTHING,
+    run: Run = here,
+) -> Turns:
+    """The turns of all journals at ``paths``. Raises LedgerError.
+
+    ``messages``: a log of messages, which names what changed and sessions that the engine does not know.
+    """
+    log = None if messages is None else Messages(messages)
+    found: list[Turn] = []
+    doubts: list[str] = []
+    traces = [path for path in paths if is_request_trace(path)]
+    for path in traces:
+        several, some_doubts = block_turns(request_trace(path, block_tokens))
+        found += several
+        doubts += [
+            *some_doubts,
+            f"the cache of a request trace ({path.name}) keeps everything, and answers are not in it",
+        ]
+    journals = [path for path in paths if path not in traces]
+    if journals:
+        for several, some_doubts in readable(run, partial(_of_journal, log=log), traces_at(journals, window)):
+            found += several
+            doubts += some_doubts
+    whole = [turn for turn in across_engines(found) if window.holds(turn.ended_seconds)]
+    if session:
+        whole = [turn for turn in whole if turn.session == session]
+        if not whole:
+            raise LedgerError(
+                f"No turn of session {session} has ended in this time; kvledger turns lists them."
+            )
+    return _summed(whole, most, doubts)
+
+
+def _of_journal(path: Path, log: Messages | None) -> tuple[list[Turn], list[str]]:
+    recorded = recorded_blocks(path, turns=True)
+    if log is None:
+        return block_turns(recorded)
+    found, doubts = block_turns(recorded, log.session)
+    return [_named(turn, log) for turn in found], doubts
+
+
+def turns_of_facts(facts: Facts) -> Turns | None:
+    """The turns of the rows of ``turns``; None if no turn follows another one."""
+    from ..facts.blocks import TURN_QUERY, turn_of
+
+    by_journal: dict[str, list[Turn]] = {}
+    for row in facts.rows(TURN_QUERY):
+        turn = turn_of(row)
+        by_journal.setdefault(turn.journal, []).append(turn)
+    prices = {engine.journal: engine.model.prefill_seconds for engine in facts.engines}
+    found = [turn for journal, some in by_journal.items() for turn in priced(some, prices.get(journal))]
+    result = _summed(across_engines(found), 0, [])
+    return result if result.turns else None
+
+
+def _named(turn: Turn, log: Messages) -> Turn:
+    """The turn, with what of its messages changed."""
+    if turn.parted_at < 0:
+        return turn
+    return msgspec.structs.replace(turn, changed=log.changed(turn.before, turn.request_id))
+
+
+def _summed(whole: list[Turn], most: int, doubts: list[str]) -> Turns:
+    later = [turn for turn in whole if turn.before]
+    sums = TurnCounts.of(later)
+    rows = list(_causes(later, sums))
+    by_session: dict[tuple[str, str], list[Turn]] = {}
+    for turn in whole:
+        by_session.setdefault(("" if turn.given else turn.journal, turn.session), []).append(turn)
+    sessions = sorted(map(_session, by_session.values()), key=lambda row: -row.lost_tokens)
+    idle = sorted(turn.idle_seconds for turn in later if turn.idle_seconds is not None)
+    gone = [turn for turn in later if _GONE & turn.lost.keys()]
+    late = sorted(turn.idle_seconds for turn in gone if turn.idle_seconds is not None)
+    return Turns(
+        sessions=len(sessions),
+        inferred_sessions=sum(not row.given for row in sessions),
+        requests=len(whole),
+        turns=sums.turns,
+        prompt_tokens=sums.prompt_tokens,
+        hit=sums.hit,
+        reusable=sums.reusable,
+        reused=sums.reused,
+        lost_seconds=total(turn.lost_seconds for turn in later),
+        causes=rows,
+        changes=_changes(later)[:most],
+        by_number=[row for row in (_numbered(later, *bounds) for bounds in NUMBERS) if row.turns],
+        retention=_retention(whole, gone),
+        idle_median_seconds=_quantile(idle, 0.5),
+        idle_p90_seconds=_quantile(idle, 0.9),
+        evicted_idle_p90_seconds=_quantile(late, 0.9),
+        conclusions=list(_conclusions(rows, later, sums.reusable, _quantile(late, 0.9))),
+        worst=[row for row in sessions if row.lost_tokens][:most],
+        doubts=doubts,
+        each=whole,
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def _causes(later: Sequence[Turn], sums: TurnCounts) -> Iterator[CauseOfTurns]:
+    for cause, tokens in sorted(sums.lost.items(), key=lambda one: -one[1]):
+        yield CauseOfTurns(
+            cause=cause,
+            text=causes.TURN_LOSSES[cause],
+            tokens=tokens,
+            share=share(tokens, sums.reusable),
+            turns=sum(cause in turn.lost for turn in later),
+        )
+
+
+def _changes(later: Iterable[Turn]) -> list[Change]:
+    found: dict[str, list[int]] = {}
+    for turn in later:
+        if turn.changed:
+            lost = sum(turn.lost.get(cause, 0) for cause in causes.PARTED)
+            found.setdefault(turn.changed, []).append(lost)
+    rows = [Change(changed=each, turns=len(lost), tokens=sum(lost)) for each, lost in found.items()]
+    return sorted(rows, key=lambda row: (-row.tokens, row.changed))
+
+
+def _retention(whole: Sequence[Turn], gone: Sequence[Turn]) -> list[Retention]:
+    """What keeping turns for some time would have saved. ``gone``: the turns that lost evicted tokens."""
+    if not gone:
+        return []
+    evicted = [(turn.idle_seconds or 0.0, sum(turn.lost.get(cause, 0) for cause in _GONE)) for turn in gone]
+    until = {(turn.journal, turn.before): turn.arrived_seconds for turn in whole if turn.before}
+    end = max(turn.ended_seconds for turn in whole)
+    span = end - min(turn.arrived_seconds for turn in whole)
+    found = []
+    for seconds in (*RETENTIONS, None):
+        held, changes = 0.0, list[tuple[float, int]]()
+        for turn in whole:
+            since = turn.ended_seconds
+            to = min(
+                until.get((turn.journal, turn.request_id), math.inf),
+                max(since, end) if seconds is None else since + seconds,
+            )
+            held += turn.kept * (to - since)
+            changes += [(since, turn.kept), (to, -turn.kept)]
+        saved = sum(tokens for idle, tokens in evicted if seconds is None or idle <= seconds)
+        found.append(
+            Retention(
+                seconds=seconds,
+                tokens=saved,
+                share=share(saved, sum(tokens for _, tokens in evicted)),
+                held_tokens=round(held / span) if span else 0,
+                most_held_tokens=max(accumulate(tokens for _, tokens in sorted(changes))),
+            )
+        )
+    return found
+
+
+def _numbered(later: Sequence[Turn], first: int, last: int) -> TurnNumbers:
+    sums = TurnCounts.of(turn for turn in later if first <= turn.number and (not last or turn.number <= last))
+    return TurnNumbers(
+        first=first,
+        last=last,
+        turns=sums.turns,
+        prompt_tokens=sums.prompt_tokens,
+        hit=sums.hit,
+        reusable=sums.reusable,
+        reused=sums.reused,
+    )
+
+
+def _session(several: Sequence[Turn]) -> SessionRow:
+    sums = TurnCounts.of(several)
+    return SessionRow(
+        session=several[0].session,
+        given=several[0].given,
+        turns=sums.turns,
+        engines=len({turn.journal for turn in several}),
+        prompt_tokens=sums.prompt_tokens,
+        hit=sums.hit,
+        reusable=sums.reusable,
+        lost_tokens=sums.lost_tokens,
+        lost_seconds=total(turn.lost_seconds for turn in several),
+        lost=dict(sorted(sums.lost.items(), key=lambda one: -one[1])),
+    )
+
+
+# --- what would help --------------------------------------------------------------------------------
+
+
+def _conclusions(
+    rows: Sequence[CauseOfTurns], later: Sequence[Turn], reusable: int, evicted_idle: float | None
+) -> Iterator[str]:
+    for row in rows:
+        if row.share is None or row.share < WORTH or row.cause not in _ADVICE:
+            continue
+        before = f"{row.tokens:,} of {reusable:,} reusable tokens ({percent(row.share)}) in " + counted(
+            row.turns, "turn"
+        )
+        yield _ADVICE[row.cause].format(before=before, **_figures(row.cause, later, evicted_idle))
+
+
+def _figures(cause: str, later: Sequence[Turn], evicted_idle: float | None) -> dict[str, str]:
+    parted = sorted(turn.shared for turn in later if cause in turn.lost)
+    return {
+        "idle": "" if evicted_idle is None else f"{evicted_idle:,.1f}",
+        "place": f"{parted[len(parted) // 2]:,}" if parted else "",
+    }
+
+
+_ADVICE = {
+    causes.DIVERGED: "{before} were lost because the prompt differs from that of the turn before, in the "
+    "median from token {place} on: put what changes (times, ids, retrieved text) behind what does not, and "
+    "keep the order of tools.",
+    causes.ANSWER: "{before} were lost because the answer of the turn before did not come back as it was "
+    "computed: send it back unchanged, reasoning and tool calls included, or expect this loss.",
+    causes.EVICTED: "{before} were evicted before the next turn: 90 % of these turns came within {idle} s of "
+    "the turn before. More blocks or a tier behind the cache would keep them; kvledger whatif says how "
+    "many blocks.",
+    causes.TIER: "{before} were evicted, and the connector did not have them either: 90 % of these turns "
+    "came within {idle} s. A larger tier would keep them.",
+    causes.OTHER_ENGINE: "{before} were lost because the turn before ran on another engine: route the turns "
+    "of a session to one engine.",
+    causes.CACHE_RESET: "{before} were lost to resets of the prefix cache.",
+    causes.ADAPTER: "{before} were lost because the turn before ran with another LoRA adapter, which shares "
+    "no KV.",
+    causes.SALT: "{before} were lost because the turn before had another cache salt: keep one salt for a "
+    "session.",
+    causes.BELOW_BLOCK: "{before} were in blocks that were not full: smaller blocks would reuse more.",
+    causes.GROUPS: "{before} were cached for full attention, and not in another KV cache group: states and "
+    "windows are kept at few places, such as the end of a turn. Prompts that go on from there reuse all; "
+    "changing the end of the history loses more.",
+    causes.NOT_HIT: "{before} were cached and not hit: look whether these requests skip the prefix cache "
+    "(prompt log-probabilities, pooling).",
+}
+"""One sentence for a cause, with its figures and what would help."""
+
+
+# --- for a person -----------------------------------------------------------------------------------
+
+
+def render(result: Turns) -> Group:
+    """The answer, what would help, and the tables."""
+    return blocks(
+        Text(answer(result)),
+        Group(*bullets(result.conclusions)) if result.conclusions else None,
+        _cause_table(result),
+        _change_table(result),
+        _number_table(result),
+        _retention_table(result),
+        _worst_table(result),
+        notes([f"{doubt[:1].upper()}{doubt[1:]}." for doubt in result.doubts]),
+    )
+
+
+def answer(result: Turns) -> str:
+    """What turns hit, in one or two sentences."""
+    sessions = counted(result.sessions, "session")
+    if result.inferred_sessions:
+        sessions += f" ({result.inferred_sessions:,} inferred from block hashes)"
+    if not result.turns:
+        return f"{counted(result.requests, 'request')} in {sessions}, and no turn follows another one."
+    reused = "" if not result.reusable else f": {percent(result.reused / result.reusable)}"
+    return (
+        f"{sessions}, {counted(result.turns, 'turn')} that follow another one: they hit {result.hit:,} of "
+        f"{result.prompt_tokens:,} prompt tokens ({percent(result.hit / result.prompt_tokens)}). Of "
+        f"{result.reusable:,} tokens that the turns before left they reused {result.reused:,}{reused}."
+        f"{_lost_time(result)}"
+    )
+
+
+def _lost_time(result: Turns) -> str:
+    """The engine time of lost tokens in a sentence; "" if it is not known, or nothing was lost."""
+    if not result.lost_seconds:
+        return ""
+    return f" Computing the others took about {_seconds(result.lost_seconds)} s of engine time."
+
+
+def _seconds(seconds: float | None) -> str:
+    """Seconds of engine time, an estimate; "" if they are not known."""
+    if seconds is None:
+        return ""
+    return f"{seconds:,.0f}" if seconds >= 1_000 else decimal(seconds, 3)
+
+
+CAUSE_HEADS = ("", "tokens", "of reusable", "turns")
+NUMBER_HEADS = ("turn", "turns", "prompt tokens", "hit", "of prompt", "reused of reusable")
+
+
+def cause_cells(result: Turns) -> Iterator[tuple[str, ...]]:
+    """The rows of the table by cause."""
+    yield "reused", f"{result.reused:,}", _share(result.reused, result.reusable), f"{result.turns:,}"
+    for row in result.causes:
+        yield row.text, f"{row.tokens:,}", _share(row.tokens, result.reusable), f"{row.turns:,}"
+
+
+def _cause_table(result: Turns) -> Group | None:
+    if not result.turns:
+        return None
+    table = figures_table(*CAUSE_HEADS)
+    for cells in cause_cells(result):
+        table.add_row(*cells)
+    return Group(title("Tokens that turns could have reused", LEGEND), table)
+
+
+def _change_table(result: Turns) -> Group | None:
+    if not result.changes:
+        return None
+    table = figures_table("", "tokens", "turns")
+    for row in result.changes:
+        table.add_row(row.changed, f"{row.tokens:,}", f"{row.turns:,}")
+    return Group(title("What changed from one turn to the next"), table)
+
+
+def _share(tokens: int, whole: int) -> str:
+    return percent(tokens / whole) if whole else ""
+
+
+def _number_table(result: Turns) -> Group | None:
+    if len(result.by_number) < 2:
+        return None
+    table = figures_table(*NUMBER_HEADS)
+    for cells in number_cells(result):
+        table.add_row(*cells)
+    return Group(title("By turn number"), table)
+
+
+def number_cells(result: Turns) -> Iterator[tuple[str, ...]]:
+    """The rows of the table by turn number."""
+    for row in result.by_number:
+        name = (
+            f"{row.first}" if row.first == row.last else f"{row.first} to {row.last}" if row.last else "later"
+        )
+        yield (
+            name,
+            f"{row.turns:,}",
+            f"{row.prompt_tokens:,}",
+            f"{row.hit:,}",
+            _share(row.hit, row.prompt_tokens),
+            _share(row.reused, row.reusable),
+        )
+
+
+def _retention_table(result: Turns) -> Group | None:
+    if not result.retention:
+        return None
+    table = figures_table("kept for", "tokens saved", "of evicted", "kept on average", "at one time")
+    for row in result.retention:
+        table.add_row(
+            "pinned" if row.seconds is None else f"{row.seconds:,.0f} s",
+            f"{row.tokens:,}",
+            "" if row.share is None else percent(row.share),
+            f"{row.held_tokens:,}",
+            f"{row.most_held_tokens:,}",
+        )
+    legend = (
+        "Evicted tokens that would have been hit, had each turn been kept for this time after its end, and "
+        "the tokens that this keeps, at most. Pinned: until the session's next turn, or the end of the trace."
+    )
+    return Group(title("Longer retention", legend), table)
+
+
+def _worst_table(result: Turns) -> Group | None:
+    if not result.worst:
+        return None
+    known = any(row.lost_seconds is not None for row in result.worst)
+    seconds = ("seconds",) if known else ()
+    table = figures_table("session", "turns", "engines", "prompt tokens", "hit", "lost", *seconds, "most by")
+    for row in result.worst:
+        table.add_row(
+            row.session,
+            f"{row.turns:,}",
+            f"{row.engines:,}",
+            f"{row.prompt_tokens:,}",
+            f"{row.hit:,}",
+            f"{row.lost_tokens:,}",
+            *(_seconds(row.lost_seconds) for _ in seconds),
+            next(iter(row.lost)),
+        )
+    return Group(title("Sessions by lost tokens", SECONDS_LEGEND if known else ""), table)
+
+
+def render_session(result: Turns) -> Group:
+    """The turns of one session, a sentence each."""
+    lines = [Text(line) for turn in result.each for line in (*_sentences(turn), "")][:-1]
+    return blocks(Text(answer(result)), Group(*lines), notes(result.doubts))
+
+
+def _sentences(turn: Turn) -> Iterator[str]:
+    again = ", sent again" if turn.retried else ""
+    yield f"Turn {turn.number}{again}  {turn.request_id}  {utc(turn.arrived_seconds, milliseconds=True)}"
+    if not turn.before:
+        yield f"  hit {turn.hit:,} of {turn.prompt_tokens:,} prompt tokens; no turn before"
+        return
+    idle = "" if turn.idle_seconds is None else f", {turn.idle_seconds:,.1f} s after it"
+    yield (
+        f"  hit {turn.hit:,} of {turn.prompt_tokens:,} prompt tokens; missed {turn.lost_tokens:,} of "
+        f"{turn.reusable:,} reusable tokens of {turn.before}{idle}{_took(turn)}"
+    )
+    for cause, tokens in sorted(turn.lost.items(), key=lambda one: -one[1]):
+        yield f"    {tokens:,}: {causes.TURN_LOSSES[cause]}{_where(turn, cause)}"
+
+
+def _took(turn: Turn) -> str:
+    return f"; computing them took about {_seconds(turn.lost_seconds)} s" if turn.lost_seconds else ""
+
+
+def _where(turn: Turn, cause: str) -> str:
+    if cause in causes.PARTED:
+        return f", from the block at token {turn.shared:,} on" + (f": {turn.changed}" if turn.changed else "")
+    if cause == causes.EVICTED and turn.evicted is not None:
+        by = f" for {turn.evicted.by}" if turn.evicted.by else ""
+        since = turn.evicted.seconds - (turn.arrived_seconds - (turn.idle_seconds or 0.0))
+        at = utc(turn.evicted.seconds, milliseconds=True)
+        return f", first at {at}{by}, {since:,.1f} s after the turn before"
+    return ""
+
+
+def as_csv(result: Turns) -> str:
+    """One line per turn."""
+    lost = tuple(causes.TURN_LOSSES)
+    rows = (
+        [*(getattr(turn, name) for name in COLUMNS), *(turn.lost.get(cause, 0) for cause in lost)]
+        for turn in result.each
+    )
+    return csv_of((*COLUMNS, *(f"lost_{cause}" for cause in lost)), rows)
+
+
+def data(result: Turns) -> Turns:
+    """For JSON: without the turns of all sessions."""
+    return msgspec.structs.replace(result, each=[])

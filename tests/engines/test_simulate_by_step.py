@@ -1,0 +1,47 @@
+"""A recorded scenario, simulated by step on its own release, gives its recorded figures to the token."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines.conftest import Recorded
+from tests.scenarios.corpus import SCENARIOS
+
+from kvledger.audit.simulate.engine import by_step
+from kvledger.audit.simulate.rows import Counting, differences
+from kvledger.audit.simulate.settings import setup
+from kvledger.audit.simulate.traffic import Traffic, read_traffic
+
+UNEQUAL = {
+    "replayed_window_sync": "the journal does not say that a group replays a window",
+    "replayed_window_async": "the journal does not say that a group replays a window",
+    "load_failure_after_a_preemption_sync": "no request is named that a load failed for",
+    "load_failure_after_a_preemption_async": "no request is named that a load failed for",
+    "load_failure_read_by_a_neighbour": "two requests read one failed block",
+}
+"""Scenarios that differ, and why."""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_simulated_by_step_is_the_recording(name: str, recorded: Recorded) -> None:
+    if SCENARIOS[name].lacking():
+        pytest.skip("; ".join(SCENARIOS[name].lacking()))
+    events = recorded(name, "blocks")
+    traffic = msgspec.msgpack.decode(msgspec.msgpack.encode(read_traffic(events)), type=Traffic)
+    counting = Counting()
+    counting.feed(events)
+    recording = counting.run()
+
+    pooling = all(request.pooling for request in traffic.requests)
+    arguments = setup(traffic.configuration, traffic.groups, {}, pooling=pooling)
+    run = by_step(traffic, arguments, lambda share: None)
+
+    assert "" == run.error
+    found = differences(recording, run)
+    if name in UNEQUAL:
+        assert found or recording.steps != run.steps
+    else:
+        assert ([], recording.steps) == (found, run.steps)

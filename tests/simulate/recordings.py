@@ -1,0 +1,29 @@
+"""Recorded events of a crowd on the real scheduler, with times as an engine would have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from tests.engines.observed import observe
+from tests.scenarios.workloads import crowd
+
+from kvledger.audit import events as ev
+from kvledger.audit.simulate.settings import setup
+from kvledger.audit.simulate.traffic import Traffic, read_traffic
+
+
+def recording(**options: Any) -> list[ev.Event]:
+    """The events of a crowd of requests, at level blocks. Time 0 is the first event's."""
+    _, events = observe(crowd, "blocks", **options)
+    return events
+
+
+def traffic_of(events: list[ev.Event]) -> Traffic:
+    """Their traffic, as another process reads it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(read_traffic(events)), type=Traffic)
+
+
+def arguments(traffic: Traffic, **changes: ev.Setting) -> dict[str, Any]:
+    """The arguments of the recorded engine with other settings."""
+    return setup(traffic.configuration, traffic.groups, changes)
