@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests import journals
@@ -15,9 +13,6 @@ from tests.histories import GOLDEN
 from kvledger.audit.journal.format import LOCK, segment_name
 from kvledger.audit.replay import checkpoint
 from kvledger.exporters.facts import kept
-
-SECONDS = 5.0
-"""What is planted may keep a command for this long."""
 
 
 def _sparse(path: Path) -> None:
@@ -90,23 +85,3 @@ def plant(folder: Path, make: Callable[[Path], None]) -> None:
     for path in list(names(folder)):
         path.unlink(missing_ok=True)
         make(path)
-
-
-class TooLong(BaseException):
-    """Something waited for what was planted."""
-
-
-@contextmanager
-def limited(seconds: float = SECONDS) -> Iterator[None]:
-    """Raises :class:`TooLong` in what takes longer."""
-
-    def late(*_: object) -> None:
-        raise TooLong(f"it took longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -117,6 +117,8 @@ def roll_back(
     account.computed = start
     if account.life is not None:
         add_tokens(account.life.rolled_back, cause, tokens)
+        if cause != causes.LOAD_FAILED:
+            account.life.kept_end = max(account.life.kept_end, end)
         if account.life.made:
             now = state.weights.of(adapter_of(account))
             extend(account.life.made, start, now, now)  # they are computed again, under the present weights

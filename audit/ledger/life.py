@@ -51,6 +51,7 @@ class Life:
         "ended_by",
         "external",
         "invalid_from",
+        "kept_end",
         "load_ended_at",
         "loaded",
         "loaded_again",
@@ -114,6 +115,8 @@ class Life:
         """Draft tokens rejected."""
         self.rolled_back: dict[str, int] = {}
         """Computed tokens rolled back while the life lasted, by cause."""
+        self.kept_end = 0
+        """Positions below it have been computed, though a roll-back may have lowered the count since."""
         self.discarded = 0
         """Computed tokens when the life ended."""
         self.ran = False

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.command_line import exit_code
 from tests.exporters.sidecar.routed_engines import Fleet
-from tests.planted import KINDS, TooLong, limited, plant
+from tests.planted import KINDS, plant
+from tests.time_limits import TooLong, limited
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay import checkpoint

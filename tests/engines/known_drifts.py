@@ -44,7 +44,8 @@ _SCENARIOS = {
         resumed_with_chunks_in_flight_producer session_async session_async_speculative
         session_of_states_async session_of_states_sync
         session_speculative session_sync speculative_async speculative_async_eagle speculative_eagle
-        speculative_sync states_cut_async states_cut_sync window_leaves_blocks_three_groups
+        speculative_sync states_cut_async states_cut_sync states_hit_between_checkpoints_async
+        states_hit_between_checkpoints_sync window_leaves_blocks_three_groups
         window_leaves_blocks_two_groups chunks_leave_blocks
         load_failure_read_by_a_neighbour
     """,

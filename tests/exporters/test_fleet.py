@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests import journals
+from tests.time_limits import HANGS
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.journals import audit_paths
@@ -133,8 +134,8 @@ def test_a_killed_worker_changes_no_figure(golden: Path, cluster: Cluster, tmp_p
         killer.start()
         result = figures([golden], run=run)
 
-    killer.join(5)
-    assert -signal.SIGKILL == victim.wait(5)
+    killer.join(HANGS)
+    assert -signal.SIGKILL == victim.wait(HANGS)
     assert figures([golden]) == result
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from tests.fuzz.mutations import mutated
 from tests.fuzz.traces import Trace
+from tests.time_limits import TooLong, limited
 
 from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
@@ -32,12 +31,6 @@ from kvledger.exporters.metrics.prometheus import AuditCollector
 from kvledger.exporters.reports import html_page, statement, summary, why  # noqa: F401  loaded in advance
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.trace import parquet  # noqa: F401  loaded in advance
-
-CPU_SECONDS = 10.0
-"""How much CPU time reading one small journal may take; it takes milliseconds."""
-
-SECONDS = 60.0
-"""How long it may take at all: reading must not wait for anything."""
 
 OWN_BUG = cli_run.OWN_BUG
 
@@ -60,10 +53,6 @@ COMMANDS = (
     ("tail", "--format", "json"),
 )
 """Each mutated journal is read by ``audit_paths`` and by one of these, or by a follower with its metrics."""
-
-
-class TooLong(BaseException):
-    """No ``except Exception`` may hide it."""
 
 
 class Reading(NamedTuple):
@@ -97,7 +86,7 @@ def result(seed: int, originals: list[Trace], readings: dict[str, Reading | None
         folder = Path(place) / "journals" / "engine-1-2-3"
         changed.write(folder)
         try:
-            with time_limit():
+            with limited():
                 after = read(folder)
                 wrong = _printed(random, folder, Path(place) / "out")
         except TooLong:
@@ -118,28 +107,6 @@ def read(folder: Path) -> Reading | None:
     statements = [account.freeze() for account in engine.of(KeptAccounts).sums]
     known = {one.request_id: one for one in statements if one.unknown is None and one.closed_at >= 0}
     return Reading(audit.verdict, [*audit.notes, *engine.doubts], known)
-
-
-@contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise :class:`TooLong` in the main thread after ``SECONDS``, or after ``CPU_SECONDS`` of work."""
-
-    def out_of_time(*_: object) -> None:
-        raise TooLong
-
-    timers = (
-        (signal.SIGALRM, signal.ITIMER_REAL, SECONDS),
-        (signal.SIGPROF, signal.ITIMER_PROF, CPU_SECONDS),
-    )
-    before = {number: signal.signal(number, out_of_time) for number, _, _ in timers}
-    for _, timer, seconds in timers:
-        signal.setitimer(timer, seconds)
-    try:
-        yield
-    finally:
-        for number, timer, _ in timers:
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
 
 
 # --- what a user sees -------------------------------------------------------------------------------------

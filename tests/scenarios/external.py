@@ -88,6 +88,17 @@ def states_cut(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("hybrid connector", "states", **BOTH)
+def states_hit_between_checkpoints(attach: Attach = id, **setup: Any) -> Driver:
+    """A prompt shares a prefix that ends where no state was kept, and the connector has nothing more."""
+    driver = start(attach, connector="scripted", groups=("full", "mamba"), blocks=128, **setup)
+    driver.add("warm", 96, 1)
+    driver.run()
+    driver.add("r", 96, 3, shares=("warm", 48))
+    driver.run()
+    return driver
+
+
 @workload("hybrid connector", "replayed window", **BOTH)
 def replayed_window(attach: Attach = id, **setup: Any) -> Driver:
     """Hits within the replayed window of 64 tokens, which are given up, and longer ones.

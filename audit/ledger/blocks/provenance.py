@@ -112,8 +112,8 @@ def _life_lacks(
         yield life.local, EVERY, PENDING
     elif life.invalid_from >= 0 and not loaded:
         yield account.computed, EVERY, FAILED
-    elif life.invalid_from < 0:  # what was rolled back for another cause had been computed
-        yield account.computed + sum(life.rolled_back.values()) + life.rejected, EVERY, UNFILLED
+    elif life.invalid_from < 0:
+        yield max(account.computed, life.kept_end), EVERY, UNFILLED
     yield from lacks.never_loaded
     if lacks.tainted_from >= 0:
         yield lacks.tainted_from, EVERY, TAINTED

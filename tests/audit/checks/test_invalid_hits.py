@@ -535,6 +535,37 @@ def test_a_block_that_is_cached_after_the_end_has_what_its_life_computed():
     assert {} == cached_after_the_end(32)
 
 
+def cached_after_rejections(watched: Watched, outputs: int) -> None:
+    """Request r has 40 + ``outputs`` tokens, all its drafts rejected. Its whole blocks are cached.
+
+    The KV of the last token is not computed then, and never will be: the request ends.
+    """
+    driver = watched.start(drafts=3)
+    driver.add("r", 40, 30)
+    for _ in range(outputs):
+        driver.step(accepted=0)
+    request = driver.scheduler.requests["r"]
+    driver.scheduler.kv_cache_manager.cache_blocks(request, request.num_tokens)
+    driver.abort("r")
+    driver.run()
+
+
+@violates("blocks/hash-content")
+def test_rejected_drafts_fill_no_block(watched):
+    cached_after_rejections(watched, 8)
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "has no KV from position 47 on, because it did not compute them" in finding.message
+
+
+@near_miss("blocks/hash-content")
+def test_a_block_that_is_cached_at_its_last_token_has_all_though_drafts_were_rejected(watched):
+    cached_after_rejections(watched, 9)
+
+    assert [] == watched.violation_ids()
+
+
 # --- groups with windows ----------------------------------------------------------------------------
 
 

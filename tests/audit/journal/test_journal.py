@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.time_limits import HANGS
 
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
@@ -1183,7 +1184,7 @@ def test_following_ends_when_the_writer_has_closed_and_all_events_are_read(tmp_p
     time.sleep(0.05)
     journal.write([ev.EngineStopped(1, "exit")])
     journal.close()
-    follower.join(10)
+    follower.join(HANGS)
 
     assert not follower.is_alive()
     assert list(range(len(followed))) == [number for number, _ in followed]

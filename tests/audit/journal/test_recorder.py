@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.time_limits import HANGS
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal import recorder as recording
@@ -45,7 +46,7 @@ def events(folder: Path) -> list[ev.Event]:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -61,7 +62,7 @@ class Stuck:
 
         def slow(journal: JournalWriter, batch: Any) -> None:
             self.entered.set()
-            self.free.wait(10)
+            self.free.wait(2 * HANGS)
             write(journal, batch)
 
         monkeypatch.setattr(JournalWriter, "write", slow)
@@ -186,7 +187,7 @@ def test_the_engine_stop_is_never_earlier_than_the_event_before_it(tmp_path: Pat
 def test_record_all_accepts_as_many_events_as_single_calls(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=4, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    assert stuck.entered.wait(10)
+    assert stuck.entered.wait(HANGS)
     recorder.record_all([repeated(1), repeated(2), repeated(3)])
     recorder.record_all([repeated(4), repeated(5)])
     stuck.free.set()
@@ -227,7 +228,7 @@ def test_a_snapshot_is_wanted_at_the_start_and_once_at_every_rotation(tmp_path: 
 def test_an_overflow_is_a_gap_followed_by_a_snapshot(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=100, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    assert stuck.entered.wait(10)
+    assert stuck.entered.wait(HANGS)
     for number in range(250):
         recorder.record(repeated(number))
     assert 150 == recorder.lost_events
@@ -256,7 +257,7 @@ def test_an_overflow_is_a_gap_followed_by_a_snapshot(tmp_path: Path, stuck: Stuc
 def test_an_overflow_without_a_later_snapshot_is_a_gap_at_the_end(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", capacity_events=10, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    assert stuck.entered.wait(10)
+    assert stuck.entered.wait(HANGS)
     for number in range(15):
         recorder.record(repeated(number))
     recorder.record(ev.EngineStopped(99, "shutdown"))
@@ -272,14 +273,14 @@ def test_an_overflow_without_a_later_snapshot_is_a_gap_at_the_end(tmp_path: Path
 def test_a_stuck_disk_blocks_neither_recording_nor_closing_for_long(tmp_path: Path, stuck: Stuck) -> None:
     recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    assert stuck.entered.wait(10)
+    assert stuck.entered.wait(HANGS)
 
     begun = time.monotonic()
     recorder.record(repeated(1))
     assert not recorder.flush(timeout=0.05)
     recorder.close(timeout=0.05)
 
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < HANGS
 
 
 # --- failures never reach the engine ----------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_whatever_ends_the_writer_is_logged_and_counted(
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(tmp_path / "engine", flush_seconds=0.001)
         recorder.restart(started(), snapshot())
-        recorder._thread.join(10)
+        recorder._thread.join(HANGS)
         recorder.record(repeated(1))
         recorder.close()
 
@@ -313,7 +314,7 @@ def test_a_folder_that_cannot_be_created_logs_one_warning(
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(tmp_path / "file" / "engine", flush_seconds=0.001)
         recorder.restart(started(), snapshot())
-        recorder._thread.join(10)
+        recorder._thread.join(HANGS)
         for number in range(10):
             recorder.record(repeated(number))
         recorder.restart(started(), snapshot())
@@ -379,7 +380,7 @@ def test_a_locked_folder_makes_the_recorder_inert(tmp_path: Path) -> None:
     other = JournalWriter(tmp_path)
     recorder = Recorder(tmp_path, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    recorder._thread.join(10)
+    recorder._thread.join(HANGS)
     assert 1 == recorder.failures
     recorder.close()
     other.close()
@@ -396,7 +397,7 @@ def test_a_broken_writer_never_reaches_the_engine(
     monkeypatch.setattr(JournalWriter, "write", broken)
     recorder = Recorder(tmp_path / "engine", capacity_events=50, flush_seconds=0.001)
     recorder.restart(started(), snapshot())
-    recorder._thread.join(10)
+    recorder._thread.join(HANGS)
     for number in range(200):
         recorder.record(repeated(number))
     recorder.restart(started(), snapshot())
@@ -418,9 +419,9 @@ def test_a_waiting_flush_returns_when_the_writer_breaks(
     recorder.restart(started(), snapshot())
 
     begun = time.monotonic()
-    recorder.flush(timeout=10)
+    recorder.flush(timeout=2 * HANGS)
 
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < HANGS
 
 
 def test_a_waiting_flush_returns_when_an_event_before_it_breaks_the_writer(
@@ -436,9 +437,9 @@ def test_a_waiting_flush_returns_when_an_event_before_it_breaks_the_writer(
     recorder.record(repeated(1))
 
     begun = time.monotonic()
-    recorder.flush(timeout=10)
+    recorder.flush(timeout=2 * HANGS)
 
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < HANGS
 
 
 @pytest.mark.parametrize("odd", [object(), {"an": "object"}], ids=["not encodable", "encodable"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.time_limits import HANGS
 
 from kvledger.audit.repro import vllm_process
 from kvledger.audit.repro.workers import Job, Pool
@@ -88,7 +89,7 @@ def test_no_process_is_left_behind():
         processes = {worker._pid for worker in pool._workers}
         processes.add(parent_of(min(processes)))
 
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANGS
     while any(map(is_running, processes)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not any(map(is_running, processes))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.time_limits import HANGS
 
 from kvledger.exporters.sidecar import audits_lock, follower, http_server, serve
 from kvledger.exporters.sidecar.followed_journal import FollowedJournal
@@ -52,9 +53,9 @@ def test_metrics_of_the_other_engines_are_served_meanwhile(followed: Follower) -
     try:
         with being_posted(followed.journals["engine-1-1-0"]):
             began = time.monotonic()
-            with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANGS) as answer:
                 text = answer.read().decode()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < HANGS
         assert "vllm 0.33.0" in text and "vllm 0.32.0" not in text
     finally:
         server.shutdown()
@@ -64,11 +65,11 @@ def test_metrics_of_the_other_engines_are_served_meanwhile(followed: Follower) -
 def test_a_stuck_reader_is_not_healthy(followed: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     server = http_server.listen("127.0.0.1:0", Site(followed))
     try:
-        with urllib.request.urlopen(f"{server.url}/-/healthy", timeout=10) as answer:
+        with urllib.request.urlopen(f"{server.url}/-/healthy", timeout=HANGS) as answer:
             assert 200 == answer.status
         monkeypatch.setattr(follower, "HEARTBEAT_SECONDS", -1.0)
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{server.url}/-/healthy", timeout=10)
+            urllib.request.urlopen(f"{server.url}/-/healthy", timeout=HANGS)
     finally:
         server.shutdown()
         server.server_close()
@@ -82,7 +83,7 @@ def test_a_signal_ends_the_sidecar_while_a_journal_keeps_it_busy(
 
     def stuck(*_: object) -> None:
         entered.set()
-        for_ever.wait(30)
+        for_ever.wait(2 * HANGS)
 
     monkeypatch.setattr(followed, "catch_up", stuck)
     reading, received = serve._Reading(followed), []
@@ -92,7 +93,7 @@ def test_a_signal_ends_the_sidecar_while_a_journal_keeps_it_busy(
     ended = reading.until(received)
 
     assert entered.is_set() and not ended
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < HANGS
     for_ever.set()
 
 

@@ -20,6 +20,7 @@ from tests import journals
 from tests.audit.replay.test_serialize import picture
 from tests.exporters.sidecar.crash import counted, renumbered
 from tests.histories import events
+from tests.time_limits import HANGS
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import (
@@ -831,7 +832,7 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
         engine.serve()
         time.sleep(2 * follower_module.POLL_SECONDS)
         stop.set()
-        thread.join(10)
+        thread.join(HANGS)
         assert not thread.is_alive()
     saved = checkpoint.load(tmp_path / checkpoint.HIDDEN)
     assert saved is not None

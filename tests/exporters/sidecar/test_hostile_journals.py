@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.planted import KINDS, SECONDS, plant
+from tests.planted import KINDS, plant
+from tests.time_limits import HANGS
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter
@@ -59,18 +60,18 @@ def test_a_hostile_journal_stops_neither_scrapes_nor_a_signal(tmp_path: Path) ->
     try:
         url = next(line for line in process.stderr if line.startswith("Serving")).split()[1]
         began = time.monotonic()
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=HANGS) as answer:
             text = answer.read().decode()
-        with urllib.request.urlopen(url.replace("metrics", "-/healthy"), timeout=20) as answer:
+        with urllib.request.urlopen(url.replace("metrics", "-/healthy"), timeout=HANGS) as answer:
             healthy = answer.status
         process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
+        code = process.wait(HANGS)
     finally:
         process.kill()
         process.stderr.close()
 
     assert (0, 200) == (code, healthy)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < HANGS
     assert 'kvledger_requests_total{engine="served / engine 0"' in text
     assert 'kvledger_gaps_total{engine="vllm / engine 0"' in text
 
@@ -90,13 +91,13 @@ def test_what_is_planted_stops_neither_scrapes_nor_a_signal(kind: str, tmp_path:
         try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if line.startswith("Serving")).split()[1]
-            with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+            with urllib.request.urlopen(url, timeout=HANGS) as answer:
                 text = answer.read().decode()
             for page in ("-/healthy", "-/ready", "findings", ""):
-                with urllib.request.urlopen(url.replace("metrics", page), timeout=SECONDS) as answer:
+                with urllib.request.urlopen(url.replace("metrics", page), timeout=HANGS) as answer:
                     assert 200 == answer.status
             process.send_signal(signal.SIGTERM)
-            assert 0 == process.wait(SECONDS)
+            assert 0 == process.wait(HANGS)
         finally:
             process.kill()
 

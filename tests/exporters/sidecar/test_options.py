@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import journals
 from tests.command_line import exit_code, runner
 from tests.exporters.sidecar.test_http_server import Client, served
+from tests.time_limits import HANGS
 
 from kvledger import cli
 from kvledger.audit.entry.variables import SIDECAR
@@ -175,7 +176,7 @@ def test_systemd_is_told_in_one_datagram(
     name = f"@kvledger-{tmp_path}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(name.replace("@", "\0", 1))
-        receiver.settimeout(5)
+        receiver.settimeout(HANGS)
         monkeypatch.setenv(systemd.VARIABLE, name)
 
         assert systemd.notify(READY=1, STATUS="Serving")
