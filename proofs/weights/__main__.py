@@ -3,7 +3,7 @@
 Usage: make proof NAME=weights ARGS="[SCENARIO...]"    these scenarios, or all
        make proof NAME=weights ARGS="--random N"       a random workload of at least N output tokens
        make proof NAME=weights ARGS="--server N"       a server whose endpoints change the weights N times
-       make proof NAME=weights ARGS=--workers          two workers in processes of their own
+       make proof NAME=weights ARGS="--workers [CASE...]"    two workers in processes of their own
 
 The weights of a real engine on this CPU change in each way that vLLM has. A token is wrong if its
 log-probabilities differ by more than 1e-4 from those of a fresh engine with the weights that were current
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--workers", action="store_true")
     options = parser.parse_args()
     if options.workers:
-        return of_workers()
+        return of_workers(options.names)
     print("| scenario | " + " | ".join(HEAD) + " | findings |")
     print("|---" * (len(HEAD) + 2) + "|", flush=True)
     with output_to(Path(os.devnull)):
@@ -77,15 +77,15 @@ def main() -> int:
     )
 
 
-def of_workers() -> int:
-    """Print what is found of each case of two workers; 1 if that is not what it has."""
+def of_workers(names: list[str]) -> int:
+    """Print what is found of these cases of two workers, or all; 1 if that is not what one has."""
     with output_to(Path(os.devnull)):
         prepare()
     wrong = False
     with tempfile.TemporaryDirectory() as place:
-        for name, case in workers.CASES.items():
+        for name in names or workers.CASES:
             changes, *found = apart(workers.serve, Path(place), name)
-            wrong |= bool(found) != case.differ
+            wrong |= bool(found) != workers.CASES[name].differ
             print(f"{name}: {changes}", *found, sep="\n  ", flush=True)
     return int(wrong)
 

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.engines.content_models import write_adapter
 
 from kvledger.audit.replay.journals import audit_paths
 
 from .engine import WAYS, start, weights_folder
-from .scenarios import A, B
+from .scenarios import LORA, A, B
+from .subject import ADAPTER
+
+Load = Callable[[Any, str], Any]
+"""Changes the weights of an engine to those in a folder."""
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-def break_second(worker: Any) -> None:
-    """Let the second worker's next ``reload_weights`` fail."""
+def break_second(worker: Any, method: str) -> None:
+    """Let the second worker's next call of a method of its model runner fail."""
     if worker.rank == 1:
-        runner, reload = worker.model_runner, worker.model_runner.reload_weights
+        runner, call = worker.model_runner, getattr(worker.model_runner, method)
 
         def fails(*_: Any, **__: Any) -> None:
-            runner.reload_weights = reload
+            setattr(runner, method, call)
             raise OSError("no such weights")
 
-        runner.reload_weights = fails
+        setattr(runner, method, fails)
 
 
 def skip_second(worker: Any) -> None:
@@ -51,19 +59,36 @@ def by_callable(llm: Any, folder: str) -> None:
     llm.collective_rpc(load_norms, args=(folder,))
 
 
-def one_fails(llm: Any, folder: str) -> None:
+def one_fails(llm: Any, folder: str, load: Load = all_load, method: str = "reload_weights") -> None:
     """The second worker's call raises, and the caller goes on."""
-    llm.collective_rpc(break_second)
-    try:
-        all_load(llm, folder)
-    except Exception:
-        return
+    llm.collective_rpc(break_second, args=(method,))
+    with suppress(Exception):
+        load(llm, folder)
 
 
 def one_fails_once(llm: Any, folder: str) -> None:
     """The caller repeats the call that failed."""
     one_fails(llm, folder)
     all_load(llm, folder)
+
+
+def replace_adapter(llm: Any, folder: str) -> None:
+    """Each worker loads other content in place of an adapter's."""
+    llm.llm_engine.add_lora(adapter(Path(folder).parent, 2, in_place=True))
+
+
+def one_keeps_the_adapter(llm: Any, folder: str) -> None:
+    """The second worker's call raises, and the caller goes on."""
+    one_fails(llm, folder, replace_adapter, "add_lora")
+
+
+def adapter(folder: Path, seed: int, *, in_place: bool = False) -> Any:
+    """The adapter's request, after its folder got the content of a seed."""
+    from vllm.lora.request import LoRARequest
+
+    shutil.rmtree(folder / ADAPTER, ignore_errors=True)
+    write_adapter(folder / ADAPTER, seed)
+    return LoRARequest(ADAPTER, 1, str(folder / ADAPTER), load_inplace=in_place)
 
 
 def one_skips(llm: Any, folder: str) -> None:
@@ -83,11 +108,15 @@ def with_other_norms(path: Path) -> Path:
 
 
 class Case(NamedTuple):
-    """How the caller changes the weights, the level, and whether the workers differ afterwards."""
+    """How the caller changes the weights, the level, and whether the workers differ afterwards.
 
-    change: Callable[[Any, str], Any]
+    ``lora``: all requests use an adapter.
+    """
+
+    change: Load
     level: str
     differ: bool
+    lora: bool = False
 
 
 CASES = {
@@ -96,22 +125,26 @@ CASES = {
     "one fails": Case(one_fails, "blocks", True),
     "one fails, and the call is repeated": Case(one_fails_once, "content", False),
     "one loads nothing": Case(one_skips, "content", True),
+    "all load an adapter in place": Case(replace_adapter, "blocks", False, lora=True),
+    "one fails to load an adapter in place": Case(one_keeps_the_adapter, "blocks", True, lora=True),
 }
 
 
 def serve(folder: Path, name: str) -> list[str]:
     """Run one case; how many changes its journals have of each kind, and the findings about weights."""
-    change, level, _ = CASES[name]
+    change, level, _, lora = CASES[name]
     journals = folder / name.replace(" ", "-").replace(",", "")
     journals.mkdir()
     os.environ |= {"KVLEDGER_DIR": str(journals), "KVLEDGER_LEVEL": level}
-    llm = start(weights_folder(folder, 0), **TWO)
+    llm = start(weights_folder(folder, 0), **TWO, **(LORA if lora else {}))
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    used = adapter(folder, 1) if lora else None
 
     def ask(*prompts: list[int]) -> None:
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        llm.generate(given, params, use_tqdm=False, lora_request=used)
 
     ask(A)
     change(llm, str(with_other_norms(weights_folder(folder, 1))))
