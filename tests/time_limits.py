@@ -9,6 +9,9 @@ from contextlib import contextmanager
 HANGS = 60.0
 """Seconds after which something that takes a moment hangs."""
 
+RUN_HANGS = 1_800.0
+"""The same of a process that runs real engines, or builds their environment."""
+
 CPU_SECONDS = 10.0
 """How much CPU time what takes some milliseconds may take."""
 

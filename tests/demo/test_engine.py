@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.time_limits import RUN_HANGS
 
 from kvledger.audit.demo import workload
 from kvledger.audit.demo.injections import INJECTIONS
@@ -33,7 +34,7 @@ def python(*arguments: str | Path, code: int = 0) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVLEDGER", "VLLM"))}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, *map(str, arguments)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_HANGS)
     assert process.returncode == code, process.stderr
     return process.stderr if code else process.stdout
 

@@ -25,6 +25,7 @@ from tests.engines.observed import audited
 from tests.histories import GOLDEN
 from tests.releases import built
 from tests.scenarios.corpus import HISTORIES
+from tests.time_limits import RUN_HANGS
 
 from kvledger.audit.events import Preempted
 
@@ -61,7 +62,7 @@ def test_ledger_and_oracle_agree_in_another_release(release: str) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
     command = [releases.BIN / "python", "-m", "tests.differential.compare", "500", "--first", "0"]
     completed = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=RUN_HANGS
     )
 
     assert 0 == completed.returncode, completed.stdout + completed.stderr[-2000:]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.time_limits import RUN_HANGS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,6 +21,6 @@ def python(*arguments: str | Path, **environment: str) -> None:
         env=inherited | {"PYTHONPATH": paths} | environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=RUN_HANGS,
     )
     assert process.returncode == 0, process.stderr[-4000:]

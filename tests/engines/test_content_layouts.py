@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.time_limits import RUN_HANGS
 
 pytest.importorskip("vllm")
 
@@ -22,7 +23,11 @@ def test_a_changed_block_changes_its_own_fingerprint_alone(release: str) -> None
         pytest.skip(f"{release} is not built")
     command = [sys.executable, "scripts/releases.py", "run", release, "--", "python", "-m"]
     output = subprocess.run(
-        [*command, "tests.engines.release_layouts"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*command, "tests.engines.release_layouts"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_HANGS,
     )
     rows = [json.loads(line) for line in output.stdout.splitlines() if line.startswith("{")]
 

@@ -18,7 +18,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-SECONDS = 120
+SECONDS = 1_800
+"""A file that takes longer hangs."""
+
 LAST = 6
 """Lines of output that are kept."""
 

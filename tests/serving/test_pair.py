@@ -17,6 +17,7 @@ import pytest
 from tests.exporters.sidecar.test_follower import following
 from tests.exporters.sidecar.test_paired_engines import once
 from tests.serving.pair import PLAIN, SHARING, Pair, load, prompt
+from tests.time_limits import RUN_HANGS
 
 pytestmark = pytest.mark.serving
 
@@ -71,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def kvledger(*arguments: object) -> tuple[int, Any]:
     """Exit code and JSON of a command."""
     command = [sys.executable, "-m", "kvledger", *map(str, arguments), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_HANGS)
     assert not done.stderr, done.stderr
     return done.returncode, json.loads(done.stdout)
 

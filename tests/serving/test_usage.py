@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.serving.processes import BLOCK_TOKENS, Engine
+from tests.time_limits import RUN_HANGS
 
 pytestmark = pytest.mark.serving
 
@@ -89,7 +90,7 @@ def usage(folder: Path, log: Path) -> tuple[int, dict[str, Any]]:
         "--format",
         "json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_HANGS)
     assert not done.stderr, done.stderr
     return done.returncode, json.loads(done.stdout)
 

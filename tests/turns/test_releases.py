@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.releases import built
+from tests.time_limits import RUN_HANGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def test_sessions_found_in_request_ids_have_the_same_turns(release: str) -> None
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/turns/test_turns.py"]
     environment = releases.environ(release)
     completed = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=RUN_HANGS
     )
 
     assert 0 == completed.returncode, completed.stdout[-3000:]

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
+from tests.time_limits import RUN_HANGS
 
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
@@ -168,9 +169,9 @@ def test_real_lmcache_of_the_matrix(release: str, scenario: str, found: set[str]
     """Its scheduler's side, which scripts/releases.py puts beside .venv."""
     releases = [sys.executable, str(ROOT / "scripts/releases.py")]
     run = ["python", "-m", "tests.scenarios.lmcache", scenario]
-    subprocess.run([*releases, "build", release], check=True, timeout=300)
+    subprocess.run([*releases, "build", release], check=True, timeout=RUN_HANGS)
     done = subprocess.run(
-        [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=300
+        [*releases, "run", release, "--", *run], capture_output=True, text=True, timeout=RUN_HANGS
     )
 
     ids = {finding[0] for finding in json.loads(done.stdout.splitlines()[-1])["findings"]}

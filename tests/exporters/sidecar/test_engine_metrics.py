@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from tests import journals
+from tests.time_limits import RUN_HANGS
 
 from kvledger.audit.analysis.source_differences import ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
@@ -167,7 +168,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event
         env=inherited | {"PYTHONPATH": paths, "KVLEDGER_DIR": str(folder / "journal")},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=RUN_HANGS,
     )
     assert done.returncode == 0, done.stderr
     (journal,) = find_journals([folder / "journal"])
