@@ -107,6 +107,9 @@ EXCLUDED = {
     "test_priority_scheduling_preemption": "adds several requests with one id in 0.12.0",
     "test_priority_scheduling_no_preemption_when_space_available": "adds several requests with one id in "
     "0.12.0",
+    "test_async_load_does_not_double_reserve_mamba_spec_blocks": "has a connector that loads the whole "
+    "prompt of a model with states; the last token is computed again from a state that has it already, which "
+    "is why NIXL leaves this token out",
 }
 """Beginnings of the names of tests that forge an engine's state, and what they forge."""
 
