@@ -57,7 +57,7 @@ differential: ## compare the ledger with a position-by-position oracle on 20,000
 releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=core, and the tests that need them
 	$(READY) test
 	$(BIN)/python scripts/matrix.py $(ARGS)
-	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q -m releases)
+	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q $(TWO_WORKERS) -m releases)
 
 docs: ## write the generated pages, boards and rules
 	$(READY) test

@@ -197,6 +197,7 @@ MEANINGS: tuple[Meaning, ...] = (
         in_part=("tokens/in-flight",),
     ),
     Meaning("tokens in flight", (0, 26), None, "counted", "The engine counts tokens in flight."),
+    Meaning("hits by tier", (0, 32), None, "counted", "The engine counts hits by the tier that had them."),
     Meaning(
         "output in flight at a preemption",
         (0, 9),

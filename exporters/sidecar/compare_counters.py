@@ -35,7 +35,7 @@ from ...audit.causes import (
     UNEXPLAINED,
 )
 from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
-from ...audit.release_semantics import release, sources_add_up
+from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
 
@@ -44,9 +44,6 @@ WINDOW_SECONDS = 60.0
 
 SETTLE_SECONDS = 3.0
 """The longest delay between an event and its reading from the journal."""
-
-TIERS_SINCE = (0, 32)
-"""The release that counts hits by tier."""
 
 Counters = Mapping[str, float]
 """The engine's counters in a scrape, by figure."""
@@ -96,7 +93,7 @@ def point(engine_audit: FollowedAudit, noted: float) -> Point:
     for cache in ("local", "external"):
         if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
             sides |= _lookups(engine_audit, cache)
-    if "local_hit_tokens" in sides and release(engine_audit.engine.version) >= TIERS_SINCE:
+    if "local_hit_tokens" in sides and words.get("hits by tier") == "counted":
         sides |= _tiers(engine_audit, sides["local_hit_tokens"])
     ledger = engine_audit.auditor.ledger
     return Point(engine_audit.read_seconds, noted, sides, ledger.sums.gaps + ledger.sums.hook_failures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fuzz.run import results, summary
 
-JOURNALS = 5_000
+JOURNALS = 2_000
 SHARDS = 10
 
 
