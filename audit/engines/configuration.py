@@ -58,12 +58,18 @@ def configuration_of(
         "census_steps": census_steps,
         "queue_causes": True,
         "block_bytes": _block_bytes(scheduler.kv_cache_config),
-        "workers": int(getattr(config.parallel_config, "world_size", 1)),
+        "workers": workers(scheduler),
         "engine_key": engine_key(config),
         "output_labels": _labels_outputs(),
         "kv_role": _kv_role(config.kv_transfer_config),
     }
     return settings | _scheduler_settings(config) | kv_events(scheduler)
+
+
+def workers(scheduler: Any) -> int:
+    """How many workers the scheduler's engine has."""
+    config = getattr(scheduler, "vllm_config", None)
+    return int(getattr(getattr(config, "parallel_config", None), "world_size", 1))
 
 
 def _scheduler_settings(config: Any) -> dict[str, ev.Setting]:

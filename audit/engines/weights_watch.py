@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from .. import events as ev
 from ..hooks import EngineMismatch, Wrapping
+from .configuration import workers
 from .step_log import StepLog
 from .vllm_classes import engine_core
 
@@ -295,7 +296,7 @@ class WeightsWatch:
         again = name in self._removed or bool(getattr(request, "load_inplace", False))
         known, call = self._adapters.get(name), self._rpcs[ev.ADDS_ADAPTER]
         if raised:
-            if known is not None and again and self._workers() > 1:
+            if known is not None and again and workers(self._scheduler) > 1:
                 self.changed(ev.ADDS_ADAPTER, ev.POSSIBLE, adapter=name, call=call)
             return
         self._adapters[name] = int(request.lora_int_id), files
@@ -308,11 +309,6 @@ class WeightsWatch:
         if files and known[1]:
             kind, equal = ev.DECLARED, files == known[1] and not in_memory
         self.changed(ev.ADDS_ADAPTER, kind, adapter=name, equal=equal, call=call)
-
-    def _workers(self) -> int:
-        """How many workers the engine has."""
-        config = getattr(self._scheduler, "vllm_config", None)
-        return int(getattr(getattr(config, "parallel_config", None), "world_size", 1))
 
     def changed(
         self,

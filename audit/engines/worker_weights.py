@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import events as ev
+from ..bounded_tables import keep_newest
 from ..hooks import EngineMismatch, Wrapping
 from .configuration import engine_key
 from .connectors.worker_side import identity
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from .content.weight_digest import WeightDigest
 
 logger = logging.getLogger("kvledger")
+
+MOST_ADAPTERS = 4096
+"""Adapters of which it is remembered that they were loaded; one that is forgotten counts as new."""
 
 
 class _NoSteps:
@@ -68,8 +72,8 @@ class WorkerCalls:
         """The journal; None before the first call."""
         self._made: Counter[str] = Counter()
         """Calls so far, by method."""
-        self._adapters: set[int] = set()
-        """The ids of the adapters that calls loaded."""
+        self._adapters: dict[int, None] = {}
+        """The ids of the adapters that calls loaded last, oldest first."""
         self._inside = 0
         """Calls that have not returned."""
         self._digest: WeightDigest | None = None
@@ -123,5 +127,7 @@ class WorkerCalls:
         """Whether an adapter's request may replace an adapter."""
         number = int(request.lora_int_id)
         again = number in self._adapters or bool(getattr(request, "load_inplace", False))
-        self._adapters.add(number)
+        self._adapters.pop(number, None)
+        self._adapters[number] = None
+        keep_newest(self._adapters, MOST_ADAPTERS)
         return again

@@ -195,6 +195,13 @@ class ShortConnector(HonestConnector):
         super().start_load_kv(forward_context, **kwargs)
 
 
+class MiscountingConnector(HonestConnector):
+    """Names a tier for one block less than it promises; vLLM asks since 0.32."""
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[str, int]:
+        return {"host": num_external_tokens - self.block_size}
+
+
 class AssertingConnector(HonestConnector):
     """Refuses a load with a bare assertion."""
 

@@ -119,6 +119,13 @@ def test_a_short_load_says_what_was_promised_and_what_was_loaded():
     assert all("promised 96, loaded 80; it ran over 16 tokens" in row.problems[0] for row in rows)
 
 
+def test_tiers_that_do_not_sum_are_a_violation_that_says_so():
+    rows = [row for row in score("MiscountingConnector", MODULE, STORE).rows if row.outcome == "violated"]
+
+    assert "hit on part of the prompt" in {row.situation for row in rows}
+    assert all("connector/tiers-do-not-sum" in problem for row in rows for problem in row.problems), rows
+
+
 def test_a_bare_assertion_is_printed_with_its_text_and_place():
     line = next(
         n for n, text in enumerate(MODULE.read_text().splitlines(), 1) if "not metadata.loads" in text
