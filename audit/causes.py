@@ -214,6 +214,10 @@ ENDED_FIRST = "ended_first"
 EVICTED = "evicted"
 NOT_KNOWABLE = "not_knowable"
 INVALID_HIT = "invalid_hit"
+MAY_NOT_READ = "may_not_read"
+BEING_COMPUTED = "being_computed"
+GROUPS = "groups"
+NOT_HIT = "not_hit"
 
 MISSES = {
     BELOW_BLOCK: "below block size: the cache holds whole blocks only",
@@ -225,13 +229,17 @@ MISSES = {
     REPLAYED: "in a replay window",
     INVALID_HIT: "hit in the cache, but without valid KV",
     ENDED_FIRST: "the request ended before",
+    MAY_NOT_READ: "the request may not read the cache",
     EVICTED: "evicted",
+    BEING_COMPUTED: "being computed for another request",
+    GROUPS: "not cached in another KV cache group, which needs it at the same boundary",
+    NOT_HIT: "cached, but not hit",
     NOT_KNOWABLE: "never seen before, or not knowable",
 }
-"""Why prompt tokens missed the prefix cache. Proving ``evicted`` takes the events of level ``blocks``."""
+"""Why prompt tokens missed the prefix cache. Proving what became of a block takes the events of level
+``blocks``."""
 
 NEVER_SEEN = "never_seen"
-BEING_COMPUTED = "being_computed"
 
 SAMPLED_MISSES = {
     NEVER_SEEN: "never seen before",
@@ -247,8 +255,6 @@ ADAPTER = "adapter"
 SALT = "salt"
 DROPPED = "dropped"
 TIER = "tier"
-NOT_HIT = "not_hit"
-GROUPS = "groups"
 OTHER_ENGINE = "other_engine"
 NEW_WEIGHTS = "new_weights"
 

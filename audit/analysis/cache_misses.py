@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from .. import causes
 from ..ledger.account import Account
 from ..ledger.life import Life
+from ..ledger.statements import CachedRange
 
 _BY_LOSS = {
     causes.BLOCKS: causes.PREEMPTED,
@@ -23,6 +24,8 @@ _BY_LOSS = {
     causes.NEGATIVE_MATCH: causes.NOT_LOADED,
 }
 _BY_REMOVAL = {causes.EVICTED: causes.EVICTED, causes.RESET: causes.CACHE_RESET}
+"""The cause of misses of blocks that had left the cache, by how they had."""
+
 _BY_EXTERNAL_LOSS = {
     causes.FAILED: causes.LOAD_FAILED,
     causes.NOT_PLANNED: causes.NOT_LOADED,
@@ -122,9 +125,12 @@ def _by_invalid_hit(start: int, end: int, account: Account) -> Iterator[Piece]:
 
 def _by_block(start: int, end: int, account: Account, life: Life, block_size: int) -> Iterator[Piece]:
     """Split [start, end) at the end of what a hit could cover in its chunk, which has whole blocks only."""
+    if not account.reads_cache:
+        yield start, end, causes.MAY_NOT_READ
+        return
     prompt = next((prompt for carried, prompt in chunks(account) if carried <= start < prompt), 0)
     if not block_size or not prompt:
-        yield from _by_removal(start, end, account, life)
+        yield from _by_cache(start, end, account, life)
         return
     whole = prompt // block_size * block_size
     cause = causes.BELOW_BLOCK
@@ -133,21 +139,40 @@ def _by_block(start: int, end: int, account: Account, life: Life, block_size: in
         whole = prompt - block_size
         cause = causes.LAST_TOKEN if life.local + life.external == whole else causes.NOT_KNOWABLE
     middle = min(max(start, whole), end)
-    yield from _by_removal(start, middle, account, life)
+    yield from _by_cache(start, middle, account, life)
     if middle < end:
         yield middle, end, cause
 
 
-def _by_removal(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
-    """Split [start, end) by the tokens that had left the cache before the life was admitted."""
-    for lost in sorted(account.lost):
-        first, last = max(start, lost.start), min(end, lost.end)
-        back = lost.came_back < 0 or lost.came_back >= life.began_step
-        if first >= last or not back or lost.left >= life.began_step:
+def _by_cache(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
+    """Split [start, end) by what the cache had of the same tokens when the life was admitted."""
+    reached = life.local + max(0, life.external)
+    for cached in sorted(account.cached_before):
+        cause = _what_became(cached, life, reached)
+        if cause and cause == cached.missed:
+            reached = max(reached, cached.end)
+        first, last = max(start, cached.start), min(end, cached.end)
+        if not cause or first >= last:
             continue
         if start < first:
             yield start, first, causes.NOT_KNOWABLE
-        yield first, last, _BY_REMOVAL[lost.how]
+        yield first, last, cause
         start = last
     if start < end:
         yield start, end, causes.NOT_KNOWABLE
+
+
+def _what_became(cached: CachedRange, life: Life, reached: int) -> str:
+    """Why the life did not hit what the cache had before it; "": that does not explain it.
+
+    ``reached``: the cache had every block below it.
+    """
+    began = life.began_step
+    if 0 <= cached.left < began:
+        away = cached.came_back < 0 or cached.came_back >= began
+        return _BY_REMOVAL[cached.how] if away else ""
+    if cached.missed and cached.since >= began:
+        return causes.BEING_COMPUTED
+    if cached.left == began and not cached.own:
+        return ""  # the events of one step do not show whether the lookup came first
+    return causes.NOT_HIT if cached.missed and cached.start > reached else cached.missed

@@ -63,6 +63,8 @@ def configuration_of(
         "output_labels": _labels_outputs(),
         "kv_role": _kv_role(config.kv_transfer_config),
     }
+    replay = int(getattr(scheduler, "prefix_replay_tokens", 0))
+    settings |= {"replay_tokens": replay} if replay else {}
     return settings | _scheduler_settings(config) | kv_events(scheduler)
 
 

@@ -13,7 +13,7 @@ from .. import causes
 from ..events import RequestLabels
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
-from .statements import AccountStatement, Line, RemovedRange, Settlement
+from .statements import AccountStatement, CachedRange, Line, Settlement
 from .tiers import tokens_by_tier
 from .weights import Sampled
 
@@ -28,6 +28,7 @@ class Account:
         "added_at",
         "admissions",
         "asked_from",
+        "cached_before",
         "carried",
         "closed_at",
         "computed",
@@ -55,7 +56,6 @@ class Account:
         "looked_up_local",
         "looked_up_step",
         "losses",
-        "lost",
         "max_tokens",
         "more_blocks_percent",
         "older_hits",
@@ -74,6 +74,7 @@ class Account:
         "promised",
         "prompt_tokens",
         "queued",
+        "reads_cache",
         "rejected",
         "remote_decode",
         "remote_request",
@@ -128,6 +129,8 @@ class Account:
         """Whether the request is for a pooling model."""
         self.resumable = False
         """Whether the request is a streaming-input session."""
+        self.reads_cache = True
+        """Whether the request may hit the prefix cache."""
         self.max_tokens: int | None = None
         """Most output tokens that the client asked for; None: not known."""
         self.priority = 0
@@ -184,7 +187,7 @@ class Account:
         """Prompt positions computed again: start, end, cause."""
         self.invalid_hits: list[tuple[int, int]] = []
         """Positions of local hits on cached blocks without valid KV: start, end."""
-        self.lost: list[RemovedRange] = []
+        self.cached_before: list[CachedRange] = []
         """Prompt positions that block events prove to have been in the cache before."""
 
         self.settled = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import events as ev
-from ..causes import END_UNSEEN
+from ..causes import END_UNSEEN, NOT_HIT
 from ..figures.totals import Totals
 from .account import Account
 from .accounts import close_unseen, enter_subjects, make_unknown, see_demand
@@ -40,11 +40,25 @@ def _block(state: LedgerState, event: ev.Event) -> None:
     if state.blocks.hash_arrived:
         compare_hashed(state)
     enter_subjects(state, subjects, getattr(event, "step", state.step))
-    for request, lost in state.blocks.refilled:
+    if state.blocks.cached_before:
+        _cached_before(state)
+
+
+def _cached_before(state: LedgerState) -> None:
+    """Note which parts of a prompt the cache had before, once they are computed."""
+    settings = state.engine.configuration if state.engine else {}
+    gives_up = settings.get("drafter") or settings.get("replay_tokens")
+    for request, cached in state.blocks.cached_before:
         account = state.living.get(request)
         # The later chunks of a session get no prefix-cache lookup.
-        if account is not None and not account.resumable and lost.start < account.prompt_tokens:
-            account.lost.append(lost)
+        if account is None or account.resumable or cached.start >= account.prompt_tokens:
+            continue
+        if gives_up and cached.missed:  # blocks that a drafter needs, or a hit within the replayed window
+            cached = cached._replace(missed=NOT_HIT)
+        before = account.cached_before[-1:]
+        if before and before[0].end == cached.start and before[0][2:] == cached[2:]:
+            cached = cached._replace(start=account.cached_before.pop().start)
+        account.cached_before.append(cached)
 
 
 POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {

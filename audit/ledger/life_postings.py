@@ -48,6 +48,7 @@ def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:
     account.priority = event.priority
     account.labels = event.labels
     account.resumable = event.resumable
+    account.reads_cache = event.reads_cache
     account.max_tokens = event.max_tokens
     account.traceparent = event.traceparent
     if (

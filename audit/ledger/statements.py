@@ -98,18 +98,24 @@ class AccountStatement(msgspec.Struct, frozen=True):
         return self.settlements[0] if self.settlements else None
 
 
-class RemovedRange(NamedTuple):
-    """Positions [start, end) whose KV had been in the prefix cache under the same hash and was removed.
+class CachedRange(NamedTuple):
+    """Positions [start, end) whose KV the prefix cache had under the same hash before this request made it.
 
-    ``left`` is the step of the removal, ``came_back`` the step in which another request cached the KV again
-    before this one did (-1: none did). ``how``: ``evicted`` or ``reset``.
+    ``since``: the step in which it was cached (-1: not observed). ``left``: the step in which it left the
+    cache (-1: another block has it still), and ``how``: ``evicted`` or ``reset``. ``came_back``: the step in
+    which another request cached it again, before this one did (-1: none did). ``own``: this request's
+    allocation evicted it. ``missed``: why a lookup missed it while it was cached; empty if this request had
+    cached it.
     """
 
     start: int
     end: int
+    since: int
     left: int
     came_back: int
     how: str
+    own: bool
+    missed: str
 
 
 class Line(NamedTuple):

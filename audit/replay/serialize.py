@@ -48,7 +48,7 @@ from ..ledger.life import InFlight, Life
 from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
 from ..ledger.queue_clock import QueueClock
 from ..ledger.sketch_state import SketchState
-from ..ledger.statements import Line, RemovedRange, Settlement
+from ..ledger.statements import CachedRange, Line, Settlement
 from ..ledger.step_clock import StepClock
 from ..ledger.transfer_fingerprint_state import CustodyState
 from ..ledger.transfers import Promise, WorkerTransfers
@@ -93,7 +93,7 @@ STRUCTS: tuple[type, ...] = (
     EngineStarted,
     Settlement,
     Line,
-    RemovedRange,
+    CachedRange,
     Pool,
     LifeLacks,
     Absent,

@@ -27,13 +27,14 @@ SHOWN = 3
 BELOW_BLOCK_SHARE = 0.1
 NOT_KNOWABLE_SHARE = 0.5
 EVICTED_SHARE = 0.1
+GROUPS_SHARE = 0.1
 PREEMPTION_SHARE = 0.01
 RECOMPUTED_SHARE = 0.01
 NOT_LOADED_SHARE = 0.01
 REJECTED_SHARE = 0.05
 OVERRUN_SHARE = 0.02
 UNATTAINED_SHARE = 0.02
-"""Below these shares nothing is concluded. Of missed tokens: the first three. Of engine time if it is known,
+"""Below these shares nothing is concluded. Of missed tokens: the first four. Of engine time if it is known,
 else of scheduled tokens: preemption, recomputed, rejected, overrun. Of promised tokens: not loaded. Of
 prompt tokens: unattained."""
 
@@ -246,6 +247,18 @@ def evicted(facts: Facts) -> Conclusion | None:
     )
 
 
+def other_groups(facts: Facts) -> Conclusion | None:
+    """Many missed tokens were cached, and another KV cache group lacked what it needs."""
+    part = _of_misses(facts, causes.GROUPS, GROUPS_SHARE)
+    if part is None:
+        return None
+    return Conclusion(
+        _share_of_work(facts, facts.misses[causes.GROUPS]),
+        f"{percent(part)} of missed tokens ({facts.misses[causes.GROUPS]:,}) were cached, but another KV "
+        "cache group did not have its window or state there: at most these could be hits if it kept more.",
+    )
+
+
 def not_knowable(facts: Facts) -> Conclusion | None:
     """The level of the recording proves no cause for most misses."""
     part = _of_misses(facts, causes.NOT_KNOWABLE, NOT_KNOWABLE_SHARE)
@@ -318,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     overrun,
     below_block,
     evicted,
+    other_groups,
     not_loaded,
     waited_longer_than_saved,
     unattained,

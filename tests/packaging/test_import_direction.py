@@ -115,6 +115,7 @@ RULES = {
     "audit.engines": Rule(
         ours=(
             *EVENTS,
+            "audit.bounded_tables",
             "audit.causes",
             "audit.hash_key",
             "audit.hooks",

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import events as ev
-from ...causes import EVICTED, RESET
-from ..statements import RemovedRange
+from ...causes import EVICTED, GROUPS, NOT_HIT, RESET
+from ..statements import CachedRange
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
-from .records import TABLE, UNKNOWN, Operation, Pool, remember
+from .records import NOT_SEEN, TABLE, UNKNOWN, Block, Operation, Pool, remember
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
@@ -34,6 +34,7 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
             )
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
             covered = pool.ends.setdefault(hash_id, end)
+            pool.since.setdefault(hash_id, (event.step, request))
             if covered != end:
                 holdings.report_cached(HASHED_OTHERWISE, whose, event.pool, block, end, covered, request)
             elif end > sequence_tokens >= 0:
@@ -77,8 +78,11 @@ def _hash(
     record = holdings.record(pool, block)
     if event.replaced:
         holdings.drop_hashes(pool, record)
-    if hash_id in pool.removed:
-        _note_return(holdings, event.step, pool, hash_id, group, request, end)
+    removed = pool.removed.get(hash_id)
+    if (removed is not None or hash_id in pool.hashes) and group in pool.prefix_groups:
+        _note_cached_before(holdings, pool, record, hash_id, group, request, end)
+    if removed is not None and removed[2] < 0:
+        pool.removed[hash_id] = (*removed[:2], event.step, *removed[3:])
     if hash_id not in record.hash_ids:
         record.hash_ids.append(hash_id)
         pool.hashes[hash_id] = pool.hashes.get(hash_id, 0) + 1
@@ -95,17 +99,24 @@ def _hash(
         holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
 
 
-def _note_return(
-    holdings: Holdings, step: int, pool: Pool, hash_id: int, group: int, request: int, end: int
+def _note_cached_before(
+    holdings: Holdings, pool: Pool, record: Block, hash_id: int, group: int, request: int, end: int
 ) -> None:
-    """Note that a hash returned to the cache: the request computed KV that had been cached before."""
-    left, came_back, how = pool.removed[hash_id]
-    if group in pool.prefix_groups:
-        size, _ = pool.groups[group]
-        start = (end - 1) // size * size  # of a partly filled block, only that part
-        holdings.refilled.append((request, RemovedRange(start, end, left, came_back, how)))
-    if came_back < 0:
-        pool.removed[hash_id] = (left, step, how)
+    """Note that a request computed KV which the cache had, or still has in another block."""
+    size, _ = pool.groups[group]
+    start = (end - 1) // size * size  # of a partly filled block, only that part
+    missed = GROUPS if len(pool.groups) > 1 else NOT_HIT
+    removed = pool.removed.get(hash_id)
+    if removed is not None:
+        (since, by), left, came_back, how, got = removed
+        of_others = missed if by != request else ""
+        before = CachedRange(start, end, since, left, came_back, how, got == request, of_others)
+        holdings.cached_before.append((request, before))
+    if hash_id in pool.hashes and hash_id not in record.hash_ids:
+        since, by = pool.since.get(hash_id, NOT_SEEN)
+        if by != request:
+            before = CachedRange(start, end, since, UNKNOWN, UNKNOWN, "", False, missed)
+            holdings.cached_before.append((request, before))
 
 
 def _evicted(holdings: Holdings, event: ev.BlocksEvicted) -> None:
@@ -128,6 +139,7 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
         record.has_hash = 0
     pool.hashes.clear()
     pool.ends.clear()
+    pool.since.clear()
     pool.has_hash, pool.hashes_known = 0, True
 
 

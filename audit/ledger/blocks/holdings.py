@@ -12,12 +12,13 @@ from typing import Any
 from ... import events as ev
 from ...bounded_tables import keep_newest
 from ..account import Account
-from ..statements import RemovedRange
+from ..statements import CachedRange
 from ..weights import Made, Weights
 from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
 from .records import (
     DEFERRED,
+    NOT_SEEN,
     PIN,
     TABLE,
     UNKNOWN,
@@ -95,8 +96,8 @@ class Holdings:
         """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
         self.hash_arrived: list[tuple[int, int, int, int, str]] = []
         """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
-        self.refilled: list[tuple[int, RemovedRange]] = []
-        """Requests that this event makes fill positions again whose KV had been in the cache."""
+        self.cached_before: list[tuple[int, CachedRange]] = []
+        """Requests that this event makes fill positions whose KV the cache had before."""
         self.invalid_hits: list[InvalidRange] = []
         """Local hits on KV that is not valid, found after the present event."""
         self.isolation: dict[int, list[int]] = {}
@@ -167,16 +168,19 @@ class Holdings:
                 if not held:
                     del self.held[holder.request]
 
-    def drop_hashes(self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "") -> None:
-        """Take all hashes from a block. ``how``: remember that they left the cache map, and why."""
+    def drop_hashes(
+        self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "", request: int = UNKNOWN
+    ) -> None:
+        """Take all hashes from a block. ``how``: remember that they left the cache map, why, and for whom."""
         for hash_id in record.hash_ids:
             pool.hashes[hash_id] -= 1
             if not pool.hashes[hash_id]:
                 del pool.hashes[hash_id]
                 pool.ends.pop(hash_id, None)
+                since = pool.since.pop(hash_id, NOT_SEEN)
                 pool.removed.pop(hash_id, None)
                 if how:
-                    pool.removed[hash_id] = (step, UNKNOWN, how)
+                    pool.removed[hash_id] = (since, step, UNKNOWN, how, request)
                     keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN

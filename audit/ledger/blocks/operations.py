@@ -45,7 +45,7 @@ def _allocate(
     for block in blocks:
         record = holdings.record(pool, block)
         evicted = record.hash_ids
-        holdings.drop_hashes(pool, record, event.step, EVICTED)
+        holdings.drop_hashes(pool, record, event.step, EVICTED, request)
         record.has_hash = 0
         remember(record, replace(done, hash_ids=evicted) if evicted else done)
         record.allocations = [*record.allocations[-2:], event.step, request]

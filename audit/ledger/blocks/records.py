@@ -12,6 +12,9 @@ OPERATIONS_KEPT = 6
 UNKNOWN = -1
 """A count, request or step that is not known."""
 
+NOT_SEEN = UNKNOWN, UNKNOWN
+"""The step and the request that cached a hash id before the observation."""
+
 TABLE, DEFERRED, COPY, PIN = "table", "deferred", "copy", "pin"
 """Kinds of holders, see :class:`Holder`."""
 
@@ -199,8 +202,11 @@ class Pool(msgspec.Struct):
     """Groups of states: a block has one checkpoint, of the prefix that ends with its last position."""
     ends: dict[int, int] = {}
     """By hash id: the end of the positions that the hash covers."""
-    removed: dict[int, tuple[int, int, str]] = {}
-    """Hash ids that left the cache map: the step, the step of their return (-1: none yet), and how."""
+    since: dict[int, tuple[int, int]] = {}
+    """By hash id: the step since which it has been in the cache map, and for whom, where that was seen."""
+    removed: dict[int, tuple[tuple[int, int], int, int, str, int]] = {}
+    """Hash ids that left the cache map: as in ``since``, the step in which they left, the step of their
+    return (-1: none yet), how they left, and the request that got their block (-1: none)."""
     records: dict[int, Block] = {}
     """Records of single blocks, by block id."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from tests.scenarios.driving import start
 from tests.scenarios.registry import HYBRID
 
@@ -132,8 +133,35 @@ def test_sliding_window_blocks_prove_no_eviction() -> None:
 
     account = engine.accounts()["c"]
 
-    assert len(account.lost) == len({lost.start for lost in account.lost})
-    assert causes(account)["evicted"] == BLOCK * len(account.lost)
+    assert {"evicted"} == {before.how for before in account.cached_before}
+    assert causes(account)["evicted"] == sum(before.end - before.start for before in account.cached_before)
+
+
+def test_a_prompt_that_only_another_group_lacks_missed_by_its_groups() -> None:
+    """The state of `a` is kept where its prompt ends, and `b` needs it after 48 tokens."""
+    engine = Watched(groups=("full", "mamba"), blocks=128)
+    engine.run("a", 96)
+    engine.run("b", 90, shares=("a", 48))
+
+    assert {"groups": 48, "not_knowable": 32, "below_block": 10} == engine.causes("b")
+
+
+def test_blocks_that_can_not_be_hit_because_a_window_was_evicted_missed_by_their_groups() -> None:
+    """`b` takes the end of `a` in both groups, so no boundary of `a` has its window; `c` takes the rest."""
+    engine = Watched(groups=HYBRID, blocks=40)
+    engine.run("a", 160)
+    engine.run("b", 200)
+    engine.run("c", 170, shares=("a", 160))
+
+    assert {"groups": 144, "evicted": 16, "below_block": 10} == engine.causes("c")
+
+
+def test_a_request_that_asks_for_the_log_probabilities_of_its_prompt_may_not_read_the_cache() -> None:
+    engine = Watched()
+    engine.run("a", 50)
+    engine.run("b", 50, shares=("a", 50), prompt_logprobs=True)
+
+    assert {"may_not_read": 50} == engine.causes("b")
 
 
 def test_causes_sum_to_all_misses() -> None:
@@ -159,17 +187,16 @@ def test_causes_sum_to_all_misses() -> None:
 ADMITTED = 10
 
 
-def history(*, taken_at: int, back_at: int = -1, group_kind: int = 2, resumable: bool = False) -> Account:
-    """Block 1 is cached as h0 for request 0 in step 1, and allocated to request 1 in step ``taken_at``.
+def history(
+    *, taken_at: int = -1, back_at: int = -1, taken_by: int = 1, group_kind: int = 2, resumable: bool = False
+) -> Account:
+    """Block 1 is cached as h0 for request 0 in step 1, and allocated to another in step ``taken_at``, if any.
 
     Request 3 caches another block as h0 in step ``back_at``, if any. Request 2, of 20 tokens, is admitted in
     step 10 without a hit, and caches one more in step 20. Step n is at n microseconds.
     """
     seen: list[Event] = [
         PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, BLOCK, group_kind]),
-        BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1]),
-        BlocksCached(1, 1, 0, [0, 0, 20, 1, 1, 0, 16]),
-        BlocksAllocated(taken_at, taken_at, 0, "allocate", [1, 0, 1, 1]),
         RequestAdded(ADMITTED, 2, "two", 20, resumable=resumable),
         Admitted(ADMITTED, 2, ADMITTED, False, 0, 0, False, 0),
         Stepped(ADMITTED, ADMITTED, [2, 20, 0, 20], []),
@@ -178,6 +205,10 @@ def history(*, taken_at: int, back_at: int = -1, group_kind: int = 2, resumable:
         Delivered(20, [2, 1], []),
         Finished(20, 2, "stopped", -1, -1, -1, -1, -1),
     ]
+    if taken_at >= 0:
+        seen.append(BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1]))
+        seen.append(BlocksCached(1, 1, 0, [0, 0, 20, 1, 1, 0, 16]))
+        seen.append(BlocksAllocated(taken_at, taken_at, 0, "allocate", [taken_by, 0, 1, 1]))
     if back_at >= 0:
         seen.append(BlocksAllocated(back_at, back_at, 0, "allocate", [3, 0, 1, 2]))
         seen.append(BlocksCached(back_at, back_at, 0, [3, 0, 20, 1, 2, 0, 16]))
@@ -195,8 +226,8 @@ def test_block_allocated_before_the_admission_was_evicted() -> None:
 
 
 def test_block_allocated_after_the_admission_does_not_explain_the_miss() -> None:
-    """The block was cached at the admission, so the cause of the miss is not known."""
-    assert NOT_KNOWN == causes(history(taken_at=15))
+    """The block was cached at the admission, and was not hit."""
+    assert {"not_hit": 16, "below_block": 4} == causes(history(taken_at=15))
 
 
 def test_block_allocated_in_the_step_of_the_admission_does_not_explain_the_miss() -> None:
@@ -204,8 +235,18 @@ def test_block_allocated_in_the_step_of_the_admission_does_not_explain_the_miss(
     assert NOT_KNOWN == causes(history(taken_at=ADMITTED))
 
 
+def test_block_that_the_request_itself_took_was_cached_at_its_admission() -> None:
+    assert {"not_hit": 16, "below_block": 4} == causes(history(taken_at=ADMITTED, taken_by=2))
+
+
 def test_hash_back_before_the_admission_does_not_explain_the_miss() -> None:
-    assert NOT_KNOWN == causes(history(taken_at=5, back_at=7))
+    """It was in the cache, in another block, and was not hit."""
+    assert {"not_hit": 16, "below_block": 4} == causes(history(taken_at=5, back_at=7))
+
+
+@pytest.mark.parametrize("back_at", [ADMITTED, 12])
+def test_block_that_another_request_cached_since_the_admission_was_being_computed(back_at: int) -> None:
+    assert {"being_computed": 16, "below_block": 4} == causes(history(back_at=back_at))
 
 
 def test_hash_back_after_the_admission_was_evicted() -> None:

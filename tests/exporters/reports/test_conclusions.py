@@ -87,6 +87,13 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
         "with more blocks.",
     ),
     (
+        rules.other_groups,
+        {"missed": 10, "misses": {"groups": 1}},
+        {"missed": 11, "misses": {"groups": 1}},
+        "10.0 % of missed tokens (1) were cached, but another KV cache group did not have its window or "
+        "state there: at most these could be hits if it kept more.",
+    ),
+    (
         rules.not_loaded,
         {"promised": 100, "prompt_tokens": 500, "voided": {"failed": 1}},
         {"promised": 101, "prompt_tokens": 500, "voided": {"failed": 1, "finished": 50}},
