@@ -224,7 +224,8 @@ def run(folder: Path, name: str) -> int:
     statements = [account.freeze() for account in audit.ledger.accounts()]
     results = {
         "verdict": audit.verdict,
-        "violations": [finding.message for finding in (*audit.violations, *audit.drifts)],
+        "violations": [finding.id for finding in audit.violations],
+        "drifts": [finding.id for finding in audit.drifts],
         "totals": msgspec.to_builtins(audit.totals),
         "settled": [msgspec.to_builtins(statement.settled) for statement in statements],
         "given": served.tokens,
