@@ -92,6 +92,8 @@ class Holdings:
         """By session: the cached blocks that its next turn is to write over."""
         self.newly_cached: list[tuple[int, int, list[int], list[int]]] = []
         """What this step cached: pool, request, blocks, ends. Checked against loads after the step."""
+        self.preempted_cached: list[tuple[int, int, int, int]] = []
+        """Cached blocks of preempted requests, which lack positions: pool, block, hash id, step."""
         self.hash_awaited: set[tuple[int, int]] = set()
         """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
         self.hash_arrived: list[tuple[int, int, int, int, str]] = []
@@ -120,6 +122,7 @@ class Holdings:
         self.ending.clear()
         self.deferred.clear()
         self.newly_cached.clear()
+        self.preempted_cached.clear()
         self.lives.clear()
         self.unread.clear()
         self.exposed.clear()

@@ -75,6 +75,8 @@ class BlockLedger(Holdings):
         self.accounts = accounts
         if self.newly_cached and type(event) not in _SCHEDULING:
             hashes.check_pending(self)
+        if self.preempted_cached:
+            provenance.check_preempted(self, step)
         if type(event) is ev.Finished and event.request in self.held:
             self.ending[event.request] = event.at
         if self.deferred and type(event) is ev.Census and not in_flight:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from ...causes import NEVER_LOADED, NOT_PLANNED, RESET
+from ...causes import BLOCKS, NEVER_LOADED, NOT_PLANNED, RESET
 from ..account import Account
 from ..life import Life
 from ..weights import BEFORE
@@ -149,8 +149,27 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
         left = _clipped(of_block, record.begin, record.room_end)
         record.filled = replace(whole, lacks=left)
         if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
-            report_promised(holdings, number, block, record)
+            if cause == BLOCKS:  # the request that it was preempted for takes its last blocks at once
+                step = record.operations[-1].step if record.operations else UNKNOWN
+                holdings.preempted_cached.append((number, block, record.hash_ids[-1], step))
+            else:
+                report_promised(holdings, number, block, record)
     del holdings.lives[account.request]
+
+
+def check_preempted(holdings: Holdings, posted: int) -> None:
+    """Report blocks of preempted requests that lack positions and are still cached after the step.
+
+    ``posted``: the last step that was posted.
+    """
+    left, holdings.preempted_cached = holdings.preempted_cached, []
+    for number, block, hash_id, step in left:
+        record = holdings.pools[number].records[block]
+        if hash_id in record.hash_ids:
+            if step > posted:
+                holdings.preempted_cached.append((number, block, hash_id, step))
+            else:
+                report_promised(holdings, number, block, record)
 
 
 def report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:

@@ -566,6 +566,40 @@ def test_a_block_that_is_cached_at_its_last_token_has_all_though_drafts_were_rej
     assert [] == watched.violation_ids()
 
 
+@near_miss("blocks/hash-content")
+def test_a_block_of_a_request_that_is_preempted_in_its_own_step_leaves_the_cache_with_it(watched):
+    """`low` is to fill its last block in the step in which `high` takes that block from it."""
+    driver = watched.start(policy="priority", blocks=7)
+    driver.add("low", 40, 20, priority=9)
+    driver.step()
+    driver.add("high", 42, 20, priority=0)
+    while driver.scheduler.requests["low"].status.name == "RUNNING":
+        driver.step()
+    assert 48 == driver.scheduler.requests["low"].num_tokens
+    driver.abort("high")
+    driver.run()
+
+    assert [] == watched.violation_ids()
+
+
+@violates("blocks/hash-content")
+def test_a_block_that_a_preempted_request_leaves_in_the_cache_is_found(watched):
+    driver = watched.start()
+    driver.add("r", 40, 30)
+    driver.add("other", 20, 9)
+    for _ in range(8):
+        driver.step()
+    request = driver.scheduler.requests["r"]
+    driver.scheduler.kv_cache_manager.cache_blocks(request, request.num_tokens)
+    driver.preempt("r")
+    driver.run()
+
+    finding = watched.finding("blocks/hash-content")
+
+    assert "r" == finding.request
+    assert "has no KV from position 47 on" in finding.message
+
+
 # --- groups with windows ----------------------------------------------------------------------------
 
 
