@@ -223,40 +223,27 @@ def overrun(facts: Facts) -> Conclusion | None:
 
 def below_block(facts: Facts) -> Conclusion | None:
     """Many misses are shorter than a block."""
-    part = _of_misses(facts, causes.BELOW_BLOCK, BELOW_BLOCK_SHARE)
-    if part is None:
-        return None
     size = f" of {facts.block_size}" if facts.block_size else ""
-    return Conclusion(
-        _share_of_work(facts, facts.misses[causes.BELOW_BLOCK]),
-        f"{percent(part)} of missed tokens ({facts.misses[causes.BELOW_BLOCK]:,}) are below the block "
-        f"size{size}: the prefix cache holds whole blocks only, so at most these could be hits with smaller "
-        "blocks.",
+    says = (
+        f"are below the block size{size}: the prefix cache holds whole blocks only, so at most these could "
+        "be hits with smaller blocks."
     )
+    return _missed(facts, causes.BELOW_BLOCK, BELOW_BLOCK_SHARE, says)
 
 
 def evicted(facts: Facts) -> Conclusion | None:
     """Many missed tokens had been in the cache."""
-    part = _of_misses(facts, causes.EVICTED, EVICTED_SHARE)
-    if part is None:
-        return None
-    return Conclusion(
-        _share_of_work(facts, facts.misses[causes.EVICTED]),
-        f"{percent(part)} of missed tokens ({facts.misses[causes.EVICTED]:,}) were in the prefix cache "
-        "before and were evicted: at most these could be hits with more blocks.",
-    )
+    says = "were in the prefix cache before and were evicted: at most these could be hits with more blocks."
+    return _missed(facts, causes.EVICTED, EVICTED_SHARE, says)
 
 
 def other_groups(facts: Facts) -> Conclusion | None:
     """Many missed tokens were cached, and another KV cache group lacked what it needs."""
-    part = _of_misses(facts, causes.GROUPS, GROUPS_SHARE)
-    if part is None:
-        return None
-    return Conclusion(
-        _share_of_work(facts, facts.misses[causes.GROUPS]),
-        f"{percent(part)} of missed tokens ({facts.misses[causes.GROUPS]:,}) were cached, but another KV "
-        "cache group did not have its window or state there: at most these could be hits if it kept more.",
+    says = (
+        "were cached, but another KV cache group did not have its window or state there: at most these could "
+        "be hits if it kept more."
     )
+    return _missed(facts, causes.GROUPS, GROUPS_SHARE, says)
 
 
 def not_knowable(facts: Facts) -> Conclusion | None:
@@ -356,6 +343,15 @@ def _lost(facts: Facts, key: str, tokens: int, least: float) -> Conclusion | Non
     else:
         return None
     return None if part < least else Conclusion(part, text)
+
+
+def _missed(facts: Facts, cause: str, least: float, says: str) -> Conclusion | None:
+    """What the tokens with one cause of misses are, if their share of all misses is at least ``least``."""
+    part = _of_misses(facts, cause, least)
+    if part is None:
+        return None
+    tokens = facts.misses[cause]
+    return Conclusion(_share_of_work(facts, tokens), f"{percent(part)} of missed tokens ({tokens:,}) {says}")
 
 
 def _of_misses(facts: Facts, cause: str, least: float) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.time_limits import HANGS
 
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.facts import kept
@@ -15,12 +16,10 @@ from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.sidecar import compactor, serve
 from kvledger.exporters.sidecar.compactor import Compactor, seconds_of
 
-PATIENCE = 60.0
-
 
 def until(true: object) -> None:
     """Wait until a call returns something true."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + HANGS
     while not true():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -40,7 +39,7 @@ def test_journals_are_compacted_while_the_sidecar_runs(tmp_path: Path) -> None:
 
     assert not said
     assert informed[0].startswith("Compacted the journals in ")
-    assert (True, 0) == (time.time() - writer.health.compacted_at < PATIENCE, writer.health.compact_failures)
+    assert (True, 0) == (time.time() - writer.health.compacted_at < HANGS, writer.health.compact_failures)
     assert replayed == summarize([tmp_path], with_costs=True)
 
 
