@@ -46,8 +46,12 @@ def test_the_table_of_levels_names_outputs_that_differ() -> None:
     assert spec.loader is not None
     gpu_engine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu_engine)
-    run = {"digest": "aa", "tokens_a_second": 100.0, "verdict": "-"}
-    same = gpu_engine.table({"off": [run], "content": [run | {"tokens_a_second": 98.0, "verdict": "clean"}]})
-    assert same[2:] == ["| off | 100 | 1.000 | equal | - |", "| content | 98 | 0.980 | equal | clean |"]
+    run = {"digest": "aa", "tokens_a_second": [100.0, 200.0], "verdict": "-"}
+    other_run = {"digest": "aa", "tokens_a_second": [98.0, 190.0], "verdict": "clean"}
+    same = gpu_engine.table({"off": [run], "content": [other_run]})
+    assert same[2:] == [
+        "| off | 100 | 1.000 | 200 | 1.000 | equal | - |",
+        "| content | 98 | 0.980 | 190 | 0.950 | equal | clean |",
+    ]
     other = gpu_engine.table({"off": [run], "content": [run | {"digest": "bb"}]})
-    assert other[3] == "| content | 100 | 1.000 | bb | - |"
+    assert other[3] == "| content | 100 | 1.000 | 200 | 1.000 | bb | - |"

@@ -23,10 +23,10 @@ from .fingerprint import Fingerprints, LayerWords, Tensor, odd_numbers
 FIELDS = 12
 """Numbers in a layer's row: address, block stride, units, keys, factor, three sizes, four strides."""
 
-SLICE = 1024
+SLICE = 2048
 """Units that one program reads of each of its blocks."""
 
-BLOCKS_PER_PROGRAM = 4
+BLOCKS_PER_PROGRAM = 8
 """Blocks that share one read of the keys."""
 
 COMPARED_AT_ONCE = 256
