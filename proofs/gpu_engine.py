@@ -1,4 +1,4 @@
-"""Runs a real vLLM engine on a GPU at each level of observation in turn, and prints the tables of docs/gpu.md.
+"""Runs a real vLLM engine on a GPU at each level in turn, and prints the tables of docs/gpu.md.
 
     python proofs/gpu_engine.py [--large] [--rounds N] [--requests N]
 
@@ -80,8 +80,8 @@ def serve(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     if options.large:
         model = write_large_model(folder / "model")
-        size: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 6000, "max_model_len": 1024}
-        size |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        size: dict[str, Any] = {"load_format": "dummy", "max_model_len": 1024}
+        size |= {"num_gpu_blocks_override": 6000, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     else:
         model = write_model(folder / "model", 0)
         size = {"num_gpu_blocks_override": 96, "max_model_len": 512}
@@ -179,7 +179,7 @@ def speeds(runs: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables: 0; 1 if outputs differ or the planted change is not found; 2 if something is missing."""
+    """Print the table: 0; 1: outputs differ or the planted change is not found; 2: something is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--large", action="store_true", help="a model of the shape of Qwen3-8B")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each level (default 3)")
