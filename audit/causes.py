@@ -217,7 +217,25 @@ INVALID_HIT = "invalid_hit"
 MAY_NOT_READ = "may_not_read"
 BEING_COMPUTED = "being_computed"
 GROUPS = "groups"
+WINDOW = "window"
+WINDOW_EVICTED = "window_evicted"
+STATE = "state"
+STATE_EVICTED = "state_evicted"
+BOUNDARY = "boundary"
 NOT_HIT = "not_hit"
+
+EVICTIONS = (EVICTED, WINDOW_EVICTED, STATE_EVICTED)
+"""Causes of what was evicted from any KV cache group."""
+
+OF_GROUPS = {
+    WINDOW_EVICTED: "evicted from a group of sliding windows, which needs it before the same boundary",
+    STATE_EVICTED: "evicted from a group of states, which needs one at the same boundary",
+    WINDOW: "not cached in a group of sliding windows, which needs it before the same boundary",
+    STATE: "not cached in a group of states, which needs one at the same boundary",
+    BOUNDARY: "the blocks of the KV cache groups do not end together behind them",
+    GROUPS: "not cached in another KV cache group, which needs it at the same boundary",
+}
+"""Why what full attention had could not be hit: another group lacked its part."""
 
 MISSES = {
     BELOW_BLOCK: "below block size: the cache holds whole blocks only",
@@ -232,7 +250,7 @@ MISSES = {
     MAY_NOT_READ: "the request may not read the cache",
     EVICTED: "evicted",
     BEING_COMPUTED: "being computed for another request",
-    GROUPS: "not cached in another KV cache group, which needs it at the same boundary",
+    **OF_GROUPS,
     NOT_HIT: "cached, but not hit",
     NOT_KNOWABLE: "never seen before, or not knowable",
 }
@@ -272,7 +290,7 @@ TURN_LOSSES = {
     NEW_WEIGHTS: "the cache was reset for new weights",
     DROPPED: "taken out of the cache by the engine",
     BEING_COMPUTED: "being computed for another request",
-    GROUPS: "not cached in another KV cache group, which needs it at the same boundary",
+    **OF_GROUPS,
     NOT_HIT: "cached, but not hit",
     OTHER_ENGINE: "the turn before ran on another engine",
     BELOW_BLOCK: "below block size: the cache holds whole blocks only",

@@ -14,6 +14,7 @@ from .. import causes
 from ..ledger.account import Account
 from ..ledger.life import Life
 from ..ledger.statements import CachedRange
+from .group_boundaries import Group, Groups, lacking
 
 _BY_LOSS = {
     causes.BLOCKS: causes.PREEMPTED,
@@ -35,10 +36,11 @@ _BY_EXTERNAL_LOSS = {
 Piece = tuple[int, int, str]
 
 
-def missed_ranges(account: Account, block_size: int) -> Iterator[Piece]:
+def missed_ranges(account: Account, block_size: int, groups: Groups | None = None) -> Iterator[Piece]:
     """Yield missed ranges [start, end) of the prompt with their cause, once for each time they were missed.
 
-    ``block_size`` 0 means that it is not known. An unknown account yields nothing.
+    ``block_size`` 0 means that it is not known. ``groups`` of the engine's KV cache; None: one, or not known.
+    An unknown account yields nothing.
     """
     if account.unknown is not None:
         return
@@ -50,7 +52,7 @@ def missed_ranges(account: Account, block_size: int) -> Iterator[Piece]:
             if cause:
                 yield low, high, cause
             else:
-                yield from _by_block(low, high, account, lives[-1], block_size)
+                yield from _by_block(low, high, account, lives[-1], block_size, groups)
     if account.closed_at >= 0:
         for start, end in never_came(account):
             for low, high, cause in _by_broken_hit(start, end, account.lives):
@@ -123,14 +125,16 @@ def _by_invalid_hit(start: int, end: int, account: Account) -> Iterator[Piece]:
         yield start, end, causes.ENDED_FIRST
 
 
-def _by_block(start: int, end: int, account: Account, life: Life, block_size: int) -> Iterator[Piece]:
+def _by_block(
+    start: int, end: int, account: Account, life: Life, block_size: int, groups: Groups | None
+) -> Iterator[Piece]:
     """Split [start, end) at the end of what a hit could cover in its chunk, which has whole blocks only."""
     if not account.reads_cache:
         yield start, end, causes.MAY_NOT_READ
         return
     prompt = next((prompt for carried, prompt in chunks(account) if carried <= start < prompt), 0)
     if not block_size or not prompt:
-        yield from _by_cache(start, end, account, life)
+        yield from _by_cache(start, end, account, life, groups)
         return
     whole = prompt // block_size * block_size
     cause = causes.BELOW_BLOCK
@@ -139,27 +143,73 @@ def _by_block(start: int, end: int, account: Account, life: Life, block_size: in
         whole = prompt - block_size
         cause = causes.LAST_TOKEN if life.local + life.external == whole else causes.NOT_KNOWABLE
     middle = min(max(start, whole), end)
-    yield from _by_cache(start, middle, account, life)
+    yield from _by_cache(start, middle, account, life, groups)
     if middle < end:
         yield middle, end, cause
 
 
-def _by_cache(start: int, end: int, account: Account, life: Life) -> Iterator[Piece]:
+def _by_cache(start: int, end: int, account: Account, life: Life, groups: Groups | None) -> Iterator[Piece]:
     """Split [start, end) by what the cache had of the same tokens when the life was admitted."""
-    reached = life.local + max(0, life.external)
-    for cached in sorted(account.cached_before):
-        cause = _what_became(cached, life, reached)
-        if cause and cause == cached.missed:
-            reached = max(reached, cached.end)
+    known, reached = _known(account, life)
+    for cached, cause in known:
         first, last = max(start, cached.start), min(end, cached.end)
         if not cause or first >= last:
             continue
         if start < first:
             yield start, first, causes.NOT_KNOWABLE
-        yield first, last, cause
+        if cause == causes.GROUPS and groups is not None:
+            yield from _by_group(first, last, account, life, groups, reached)
+        else:
+            yield first, last, cause
         start = last
     if start < end:
         yield start, end, causes.NOT_KNOWABLE
+
+
+def _known(account: Account, life: Life) -> tuple[list[tuple[CachedRange, str]], int]:
+    """Why the life did not hit each range that the cache had before; and up to where it had every block."""
+    reached = _hit_end(life)
+    known = []
+    for cached in sorted(account.cached_before):
+        cause = _what_became(cached, life, reached)
+        if cause and cause == cached.missed:
+            reached = max(reached, cached.end)
+        known.append((cached, cause))
+    return known, reached
+
+
+def _hit_end(life: Life) -> int:
+    return life.local + max(0, life.external)
+
+
+def _by_group(
+    start: int, end: int, account: Account, life: Life, groups: Groups, reached: int
+) -> Iterator[Piece]:
+    """Split [start, end), which the group of full attention had cached, by what the other groups lacked."""
+    size, first = groups.tokens, _hit_end(life) // groups.tokens
+
+    def in_group(group: Group, block_end: int) -> str:
+        return "" if block_end <= _hit_end(life) else _in_group(account, life, group, block_end)
+
+    lacks = lacking(groups.others, size, first, reached // size, in_group)
+    while start < end:
+        place, upto = start // size - first, min(end, start // size * size + size)
+        cause = lacks[place] or causes.NOT_HIT if 0 <= place < len(lacks) else causes.GROUPS
+        yield start, upto, causes.GROUPS if cause == causes.UNKNOWN else cause
+        start = upto
+
+
+def _in_group(account: Account, life: Life, group: Group, end: int) -> str:
+    """Why a group's block that ends here was not cached when the life was admitted; "": it was."""
+    began, how = life.began_step, ""
+    for block in account.cached_in_group:
+        if (block.group, block.end) != (group.number, end) or block.since >= began:
+            continue
+        there = not 0 <= block.left <= began or (block.left == began and block.own)
+        if there or 0 <= block.came_back < began:
+            return ""
+        how = causes.UNKNOWN if block.left == began else _BY_REMOVAL[block.how]
+    return group.lacks(how)
 
 
 def _what_became(cached: CachedRange, life: Life, reached: int) -> str:

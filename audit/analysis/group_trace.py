@@ -1,8 +1,6 @@
 """Reads the changes of an engine whose KV cache has several groups, for the turns of sessions.
 
-A hit must be one that every group has at a common *boundary*: full attention needs every block below it, a
-window its last blocks, a state the one checkpoint at the boundary. The reader follows the first group of full
-attention, as its base does, and names what the other groups cache.
+The reader follows the first group of full attention, as its base does, and names what the other groups cache.
 """
 
 from __future__ import annotations
@@ -10,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from .. import events as ev
 from .. import pool_calls
 from ..ledger.blocks.split_calls import post
 from .block_trace import CACHED, EVICT, GROW
+from .group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group
 from .trace_reader import FULL_ATTENTION, HANDLERS, TraceReader
 
 IN_GROUP = 8
@@ -24,34 +21,6 @@ group, and the hash id."""
 
 IN_PLACE = 1
 """The kind of a group in whose tables a block's index gives its positions, and whose tokens read a window."""
-
-SLIDING, CHUNKED, STATE, WHOLE = range(4)
-"""What a group needs of the tokens below a boundary: their last window, the chunk that goes on, the state, or
-all."""
-
-
-class Group(msgspec.Struct, frozen=True):
-    """A KV cache group beside the one that is followed. ``tokens`` per block; ``window`` in tokens."""
-
-    number: int
-    tokens: int
-    kind: int
-    window: int = 0
-
-    def ends(self, boundary: int, below: int) -> range:
-        """The ends of the blocks that a hit up to ``boundary``, a multiple of its blocks, needs.
-
-        Of a group that needs all blocks, those behind ``below``, the boundary before.
-        """
-        if self.kind == STATE:
-            return range(boundary, boundary + 1)
-        if self.kind == SLIDING:
-            first = max(0, boundary - -(-(self.window - 1) // self.tokens) * self.tokens)
-        elif self.kind == CHUNKED:
-            first = boundary // self.window * self.window // self.tokens * self.tokens
-        else:
-            first = below // self.tokens * self.tokens
-        return range(first + self.tokens, boundary + 1, self.tokens)
 
 
 class GroupTraceReader(TraceReader):

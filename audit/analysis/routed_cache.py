@@ -75,6 +75,11 @@ class RecentCounts:
                 return before
         return self.now.get(hash_id, 0)
 
+    def fell_last(self, hash_id: int, at: float) -> bool:
+        """Whether the last change of this hash id up to ``at`` was a removal, as far as it is kept."""
+        before = [count for when, count, _ in self._changes.get(hash_id, ()) if when <= at]
+        return bool(before) and self.count(hash_id, at) < before[-1]
+
     def changes(self, hash_id: int, at: float) -> list[Change]:
         """What changed this hash id up to ``at``, as far as it is kept."""
         recent = self._changes.get(hash_id, ())

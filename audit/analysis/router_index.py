@@ -54,6 +54,30 @@ class TokensIndex:
         return found
 
 
+class UncountedIndex:
+    """An index that drops a hash at its first removal, also if the engine has other blocks with it."""
+
+    def __init__(self, contents: Mapping[int, int]) -> None:
+        self._held: dict[int, set[int]] = {}
+        """By engine: the hash ids that it holds, as the index has it."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        held = self._held.setdefault(engine, set())
+        for event, tier in kv_events(batch):
+            if event.kind == CLEARED:
+                held.clear()
+            elif tier in ("", GPU):
+                (held.add if event.kind == STORED else held.discard)(event.hash_id)
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        found = {}
+        for engine, held in self._held.items():
+            blocks = next((place for place, one in enumerate(hashes) if one not in held), len(hashes))
+            if blocks:
+                found[engine] = blocks
+        return found
+
+
 def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
     """By hash id, the keyed hash of the tokens up to the end of the block, as far as it was recorded."""
     found: dict[int, int] = {}

@@ -27,6 +27,7 @@ NOT_USED = "not-used"
 STORED_SINCE = "stored-since"
 EXTERNAL = "external"
 PART = "part-of-a-block"
+COPY_REMOVED = "copy-removed"
 INDEX = "index-rule"
 UNKNOWN = "unknown"
 
@@ -50,6 +51,7 @@ SURPLUS = {
     EVENT_LOST: "cached, and the KV event that says so was lost",
     EXTERNAL: "loaded by the connector, of whose store the index knows nothing",
     PART: "a part of a block; the index knows whole blocks",
+    COPY_REMOVED: "cached as another block of the same tokens, when a KV event said that one was removed",
     INDEX: "announced, and the index does not hold it by a rule of its own",
     UNKNOWN: "cached before the recording or the journal began",
 }
@@ -298,7 +300,8 @@ class _Explained:
         hashes = self.request.hashes
         hash_id = hashes[place] if place < len(hashes) else 0
         if self.index.has(self.request.engine, hash_id):
-            return INDEX
+            announced = self.side.announced
+            return COPY_REMOVED if announced.fell_last(hash_id, self.request.arrived) else INDEX
         _, last = self.side.at(self.request, hash_id)
         if last is None:
             return UNKNOWN

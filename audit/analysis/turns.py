@@ -34,7 +34,8 @@ from .block_trace import (
     TraceLife,
     put,
 )
-from .group_trace import IN_GROUP, WHOLE, Group, GroupTraceReader
+from .group_boundaries import Group, lacking
+from .group_trace import IN_GROUP, GroupTraceReader
 from .trace_reader import TraceReader
 
 MOST_BLOCKS = 1 << 20
@@ -339,7 +340,7 @@ class TurnReader(msgspec.Struct):
         reusable, shared, lost, evicted = 0, 0, dict[str, int](), None
         if before is not None:
             reusable, shared, lost = seen.losses(before)
-            evicted = seen.eviction(began, name_of, lost.get(causes.EVICTED, 0))
+            evicted = seen.eviction(began, name_of, sum(lost.get(cause, 0) for cause in causes.EVICTIONS))
         number = 1 if before is None else before.number + (not retried)
         turn = Turn(
             engine=engine[0],
@@ -497,39 +498,27 @@ class _Seen:
 
     def _boundaries(self, reach: int) -> list[str]:
         """For each block behind the hit, as far as all are cached: why no boundary behind it was hit."""
-        found: list[str] = []
-        below, whole = self.hit // self._size * self._size, ""
-        since = self._life.cached_since
-        while below // self._size < reach and since.get(below // self._size, self._at) < self._at:
-            boundary, lacks = below + self._size, [whole]
-            for group in self._groups:
-                if boundary % group.tokens:
-                    lacks.append(causes.GROUPS)
-                    continue
-                each = [self._in_group(group.number, end) for end in group.ends(boundary, below)]
-                lacks += each
-                if group.kind == WHOLE:
-                    whole = _first([whole, *each])
-            found.append(_first(lacks))
-            below = boundary
-        for place in range(len(found) - 2, -1, -1):
-            found[place] = min(found[place : place + 2], key=lambda cause: _NEAREST.get(cause, 2))
+        since, first = self._life.cached_since, self.hit // self._size
+        end = first
+        while end < reach and since.get(end, self._at) < self._at:
+            end += 1
+        found = lacking(self._groups, self._size, first, end, self._in_group)
         return [cause or causes.NOT_HIT for cause in found]
 
-    def _in_group(self, group: int, end: int) -> str:
+    def _in_group(self, group: Group, end: int) -> str:
         """Why the block of a group that ends here was not cached at the admission; "": it was."""
         place, behind = divmod(end, self._size)
         if behind:
             return causes.UNKNOWN
-        found = self._life.groups_at.get(place - 1, {}).get(group)
+        found = self._life.groups_at.get(place - 1, {}).get(group.number)
         if found is None or found == (None, None):
-            return causes.UNKNOWN if self._incomplete else causes.GROUPS
+            return causes.UNKNOWN if self._incomplete else group.lacks()
         since, left = found
         if left is None or left.at > self._at:
             since = left.since if left is not None else since
             return "" if since is not None and since < self._at else causes.UNKNOWN
         self._gone.append(left)
-        return causes.TIER if self._external and left.how == causes.EVICTED else left.how
+        return causes.TIER if self._external and left.how == causes.EVICTED else group.lacks(left.how)
 
     def _parted(self, before: Past, index: int) -> str:
         """Why the block at ``index`` is another one than that of the turn before."""
@@ -550,17 +539,6 @@ class _Seen:
         left = (*self._life.left.values(), *self._gone)
         first = min((one for one in left if one.how == causes.EVICTED), key=lambda one: one.at)
         return Evicted(tokens=tokens, seconds=began + first.at / 1e6, by=name_of(first.life))
-
-
-_LACKS = {causes.GROUPS: 3, causes.UNKNOWN: 2, "": 0}
-"""Which cause counts where several things lack at one boundary, the highest; others have 1."""
-
-_NEAREST = {"": 0, causes.UNKNOWN: 1, causes.GROUPS: 3}
-"""Which cause counts where any of several boundaries would do, the lowest; others have 2."""
-
-
-def _first(lacks: list[str]) -> str:
-    return max(lacks, key=lambda cause: _LACKS.get(cause, 1))
 
 
 def _hit(first: TraceLife, life: _Life, chain: list[int], size: int) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from ..ledger.cache_changes import CLEARED, REMOVED, STORED
 from ..ledger.entries import Entry
-from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap, TierMissing
-from .registry import Witness, invariant
+from ..ledger.kv_differences import CopyRemoved, NotAnnounced, NotInCache, StreamGap, TierMissing
+from .registry import VLLM_48933, VLLM_55092, Witness, invariant
 
 
 @invariant(
@@ -58,6 +58,7 @@ def gap(entry: Entry) -> Iterator[Witness]:
         "changes in batches that were lost, which are part of events/gap",
         "changes at the end, whose batch the engine has not published yet",
         "changes before the recording, or before the journal, began",
+        "an evicted block whose hash stays cached in another block",
     ),
 )
 def not_announced(entry: Entry) -> Iterator[Witness]:
@@ -112,6 +113,30 @@ def not_in_cache(entry: Entry) -> Iterator[Witness]:
         what=what,
         batch=subject.examples[0].sequence,
     )
+
+
+@invariant(
+    "events/removed-but-cached",
+    on=(CopyRemoved,),
+    severity="drift",
+    message="A KV event said that the hash of block {block} was removed, which another block still has.",
+    references=(VLLM_55092, VLLM_48933),
+    once=True,
+    near_misses=(
+        "the removal of the last block with a hash",
+        "two blocks with a hash that one reset drops",
+    ),
+)
+def removed_but_cached(entry: Entry) -> Iterator[Witness]:
+    """A KV event says that a hash was removed when no block with it is cached any more.
+
+    vLLM announces each block that it evicts. KV events name no block, and several blocks may have one hash:
+    requests that compute the same tokens at the same time each cache their own. A router that drops a hash at
+    the first removal then lacks what the engine still has; one that counts stores and removals does not.
+    """
+    subject = entry.subject
+    assert isinstance(subject, CopyRemoved)
+    yield Witness(None, subject.story, block=subject.change.block)
 
 
 @invariant(

@@ -13,7 +13,7 @@ from .. import causes
 from ..events import RequestLabels
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
-from .statements import AccountStatement, CachedRange, Line, Settlement
+from .statements import AccountStatement, CachedRange, GroupBlock, Line, Settlement
 from .tiers import tokens_by_tier
 from .weights import Sampled
 
@@ -29,6 +29,7 @@ class Account:
         "admissions",
         "asked_from",
         "cached_before",
+        "cached_in_group",
         "carried",
         "closed_at",
         "computed",
@@ -189,6 +190,8 @@ class Account:
         """Positions of local hits on cached blocks without valid KV: start, end."""
         self.cached_before: list[CachedRange] = []
         """Prompt positions that block events prove to have been in the cache before."""
+        self.cached_in_group: list[GroupBlock] = []
+        """The same of blocks of groups of windows and states."""
 
         self.settled = False
         """Whether the present prompt or chunk is settled."""

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from .. import events as ev
 from ..bounded_tables import keep_newest
 from ..figures.sums import add_tokens
-from .cache_changes import CLEARED, STORED, CacheChanges, Change
+from .cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
 from .kv_counts import KINDS, KVEventCounts
-from .kv_differences import NotAnnounced, NotInCache, StreamGap, StreamSubject, TierMissing
+from .kv_differences import CopyRemoved, NotAnnounced, NotInCache, StreamGap, StreamSubject, TierMissing
 from .kv_stream import GPU, SLACK_SECONDS, KVEvent, aligned, kv_events
 
 HORIZON_SECONDS = 15.0
@@ -77,6 +77,8 @@ class KVComparison:
         """Changes that no KV event announced and that are not reported yet, by kind."""
         self.unfounded: dict[int, NotInCache] = {}
         """KV events without a change that are not reported yet, by kind."""
+        self.copies: list[Change] = []
+        """Announced removals of one of several blocks with a hash that are not reported yet."""
         self.steps: list[tuple[int, int]] = []
         """Time and step of the last changes."""
         self.lost: dict[int, Change] = {}
@@ -217,6 +219,8 @@ class KVComparison:
         """A change and a KV event are a pair."""
         add_tokens(counts.matched, KINDS[change.kind], 1)
         self._settle(change)
+        if change.kind == REMOVED and self._has_copy(change):
+            self.copies.append(change)
 
     def _settle(self, change: Change, *, lost: bool = False) -> None:
         """A change is taken away: note which blocks are cached by then, and if nobody announced it."""
@@ -234,6 +238,12 @@ class KVComparison:
         keep_newest(self.lost_changes, MOST)
         if lost:
             self.lost_changes[change] = None
+
+    def _has_copy(self, removed: Change) -> bool:
+        """Whether another block with the hash stays cached after this removal, which is settled."""
+        resets = [(at, ids) for (at, _), ids in self.cleared.items()] + self.resets
+        dropped = sum(ids.count(removed.hash_id) for at, ids in resets if at <= removed.at)
+        return self.blocks.get(removed.hash_id, 0) > dropped
 
     def _count(self, hash_id: int, more: int) -> None:
         number = self.blocks.get(hash_id, 0) + more
@@ -343,10 +353,14 @@ class KVComparison:
         elif earliest - SLACK_SECONDS <= self.doubtful:
             counts.dropped += 1
             self._settle(change)
+        elif change.kind == CLEARED:
+            silent.setdefault(CLEARED, []).append(change)
         else:
-            silent.setdefault(change.kind, []).append(change)
-            if change.kind != CLEARED:
-                self._settle(change)
+            self._settle(change)
+            if change.kind == REMOVED and self._has_copy(change):
+                counts.copies += 1
+            else:
+                silent.setdefault(change.kind, []).append(change)
 
     def _gap_of(self, earliest: float, latest: float) -> StreamGap | None:
         """The gap that has most of this time; None if no gap has any of it."""
@@ -402,6 +416,9 @@ class KVComparison:
         unfounded, self.unfounded = self.unfounded, {}
         for wrong in unfounded.values():
             yield wrong, wrong.step, wrong.at
+        copies, self.copies = self.copies, []
+        for change in copies:
+            yield CopyRemoved(change), change.step, change.at
         if self.by_tier.get("") and self.by_tier.keys() - {"", GPU} and not self.tier_reported:
             self.tier_reported = True
             yield TierMissing(dict(self.by_tier)), 0, 0

@@ -29,6 +29,8 @@ class KVEventCounts(Sums):
     """Those that were too many to keep, and those whose counterpart may be among them."""
     repeated: int = 0
     """Stores of hashes that were cached already: vLLM's full report mode announces hits, too."""
+    copies: int = 0
+    """Removals that were not announced, of a block whose hash stays cached in another block."""
     other_tiers: int = 0
     """Stores and removals in tiers other than the engine's own blocks."""
     routed: int = 0

@@ -102,6 +102,17 @@ class NotInCache(msgspec.Struct):
         return [_event_line(event, self.began) for event in self.examples]
 
 
+class CopyRemoved(msgspec.Struct):
+    """A KV event says that a hash was removed, of which the cache still had another block."""
+
+    change: Change
+
+    @property
+    def story(self) -> list[str]:
+        """The change, in a line of text."""
+        return lines_of([self.change], 1)
+
+
 class TierMissing(msgspec.Struct):
     """KV events do not name the tier of their blocks, although the stream has blocks of other tiers."""
 
@@ -119,7 +130,7 @@ class TierMissing(msgspec.Struct):
         return [f"{tier or 'no tier'}: {count:,} stores and removals" for tier, count in self.by_tier.items()]
 
 
-StreamSubject = StreamGap | NotAnnounced | NotInCache | TierMissing
+StreamSubject = StreamGap | NotAnnounced | NotInCache | CopyRemoved | TierMissing
 
 
 def _event_line(event: KVEvent, began: float) -> str:

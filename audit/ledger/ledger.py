@@ -40,7 +40,7 @@ def _block(state: LedgerState, event: ev.Event) -> None:
     if state.blocks.hash_arrived:
         compare_hashed(state)
     enter_subjects(state, subjects, getattr(event, "step", state.step))
-    if state.blocks.cached_before:
+    if state.blocks.cached_before or state.blocks.cached_in_group:
         _cached_before(state)
 
 
@@ -59,6 +59,10 @@ def _cached_before(state: LedgerState) -> None:
         if before and before[0].end == cached.start and before[0][2:] == cached[2:]:
             cached = cached._replace(start=account.cached_before.pop().start)
         account.cached_before.append(cached)
+    for request, block in state.blocks.cached_in_group:
+        account = state.living.get(request)
+        if account is not None and not account.resumable and block.end <= account.prompt_tokens:
+            account.cached_in_group.append(block)
 
 
 POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {

@@ -118,6 +118,21 @@ class CachedRange(NamedTuple):
     missed: str
 
 
+class GroupBlock(NamedTuple):
+    """What the cache had, in another group than that of full attention, of a block that a request made.
+
+    ``end``: where the block ends, in tokens; the rest as in :class:`CachedRange`.
+    """
+
+    group: int
+    end: int
+    since: int
+    left: int
+    came_back: int
+    how: str
+    own: bool
+
+
 class Line(NamedTuple):
     """One line of an account statement. ``balance`` is the life's computed tokens after it.
 

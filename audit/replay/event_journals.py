@@ -126,6 +126,7 @@ def _note(counts: KVEventCounts) -> str:
         (counts.before, "before the recording or the journal began"),
         (counts.dropped, "too many to compare"),
         (counts.repeated, "repeated stores of cached blocks"),
+        (counts.copies, "unannounced removals of a block whose hash stays cached"),
         (counts.other_tiers, "in other tiers"),
     )
     parts += [f"{number:,} {words}" for number, words in rest if number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..checks.auditor import Verdict
 from ..checks.findings import Findings
@@ -34,6 +34,8 @@ class Observed(Judged):
         """Functions called with each violation, repeated ones included: its id, time and account."""
         self.observers: list[Observer] = []
         """What counts beside the ledger and the checks."""
+        self._by_class: dict[type[Observer], Observer | None] = {}
+        """What was found of each class that was asked for."""
         self._handlers: dict[type[Event], list[Callable[[Any], object]]] = {}
         """What observers call with each type of event."""
         for kind in observers:
@@ -45,7 +47,9 @@ class Observed(Judged):
 
     def observer(self, kind: type[Kind]) -> Kind | None:
         """The observer of this class; None if the caller wanted none."""
-        return next((one for one in self.observers if isinstance(one, kind)), None)
+        if kind not in self._by_class:
+            self._by_class[kind] = next((one for one in self.observers if isinstance(one, kind)), None)
+        return cast("Kind | None", self._by_class[kind])
 
     def of(self, kind: type[Kind]) -> Kind:
         """The observer of this class, which the caller must have wanted."""

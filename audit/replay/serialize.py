@@ -48,7 +48,7 @@ from ..ledger.life import InFlight, Life
 from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
 from ..ledger.queue_clock import QueueClock
 from ..ledger.sketch_state import SketchState
-from ..ledger.statements import CachedRange, Line, Settlement
+from ..ledger.statements import CachedRange, GroupBlock, Line, Settlement
 from ..ledger.step_clock import StepClock
 from ..ledger.transfer_fingerprint_state import CustodyState
 from ..ledger.transfers import Promise, WorkerTransfers
@@ -94,6 +94,7 @@ STRUCTS: tuple[type, ...] = (
     Settlement,
     Line,
     CachedRange,
+    GroupBlock,
     Pool,
     LifeLacks,
     Absent,
@@ -112,7 +113,17 @@ STRUCTS: tuple[type, ...] = (
 """msgspec structs and named tuples, written and checked by their types."""
 
 _BY_CALLER = frozenset(
-    {"path", "window", "observers", "event", "on_event", "on_closed", "on_violation", "_handlers"}
+    {
+        "path",
+        "window",
+        "observers",
+        "event",
+        "on_event",
+        "on_closed",
+        "on_violation",
+        "_handlers",
+        "_by_class",
+    }
 )
 """What the caller decides of an audit, before it is restored."""
 

@@ -9,6 +9,7 @@ from msgspec.structs import astuple
 
 from ...audit.analysis.cache_misses import missed_ranges, never_came
 from ...audit.analysis.costs import Loads, before_first_output, first_output_at
+from ...audit.analysis.group_boundaries import Groups, groups_of
 from ...audit.analysis.source_differences import Reconciliation
 from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPTIONS, RESET
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
@@ -53,6 +54,7 @@ class Head(NamedTuple):
     model: str
     rank: int
     block_tokens: int
+    groups: Groups | None
     last_at: int
 
 
@@ -61,7 +63,8 @@ def head(audit: EngineAudit, journal: str) -> Head:
     began_us = _began_us(audit)
     began = None if audit.began_seconds is None else began_us
     size = block_size(audit)
-    return Head(audit.name, journal, began_us, began, audit.model, audit.rank, size, audit.last_at)
+    groups = groups_of(audit.auditor.ledger.blocks.pools.get(0))
+    return Head(audit.name, journal, began_us, began, audit.model, audit.rank, size, groups, audit.last_at)
 
 
 def request_row(head: Head, account: Account, verdict: str | None) -> Row:
@@ -144,7 +147,7 @@ def cause_rows(head: Head, account: Account) -> Iterator[Row]:
             percent = account.more_blocks_percent
             more = percent if cause == BLOCKS and percent >= 0 else None
             yield (*of_request, figure, cause, tokens, *delays, more)
-    yield from _missed_rows(of_request, account, head.block_tokens)
+    yield from _missed_rows(of_request, account, head)
 
 
 def _of_request(head: Head, account: Account) -> Row:
@@ -152,9 +155,9 @@ def _of_request(head: Head, account: Account) -> Row:
     return (head.engine, head.journal, account.request, ended_us(head.began_us, account))
 
 
-def _missed_rows(of_request: Row, account: Account, block_tokens: int) -> Iterator[Row]:
+def _missed_rows(of_request: Row, account: Account, head: Head) -> Iterator[Row]:
     missed: dict[str, int] = {}
-    for start, end, cause in missed_ranges(account, block_tokens):
+    for start, end, cause in missed_ranges(account, head.block_tokens, head.groups):
         add_tokens(missed, cause, end - start)
     first = first_output_at(account)
     late = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from math import inf, isinf
 
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -73,13 +72,17 @@ def family(metric: Metric, samples: Iterable[MetricSample], *, created: bool = F
 def _add_buckets(histogram: Family, labels: dict[str, str], spread: Distribution) -> None:
     """Add the cumulative counts, the total count and the sum."""
     upto = 0
-    for place, bound in enumerate((*spread.bounds, inf)):
+    for place, le in enumerate(bucket_bounds(spread)):
         upto += spread.counts[place]
         exemplar = openmetrics_exemplar(spread.exemplars.get(place))
-        of_bound = {**labels, "le": "+Inf" if isinf(bound) else str(float(bound))}
-        histogram.add_sample(f"{histogram.name}_bucket", of_bound, upto, exemplar=exemplar)
+        histogram.add_sample(f"{histogram.name}_bucket", {**labels, "le": le}, upto, exemplar=exemplar)
     histogram.add_sample(f"{histogram.name}_count", labels, upto)
     histogram.add_sample(f"{histogram.name}_sum", labels, spread.sum)
+
+
+def bucket_bounds(spread: Distribution) -> list[str]:
+    """The upper bound of each bucket, as the label ``le`` has it."""
+    return [*(str(float(bound)) for bound in spread.bounds), "+Inf"]
 
 
 def openmetrics_exemplar(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:

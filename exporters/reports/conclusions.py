@@ -228,13 +228,13 @@ def below_block(facts: Facts) -> Conclusion | None:
         f"are below the block size{size}: the prefix cache holds whole blocks only, so at most these could "
         "be hits with smaller blocks."
     )
-    return _missed(facts, causes.BELOW_BLOCK, BELOW_BLOCK_SHARE, says)
+    return _missed(facts, (causes.BELOW_BLOCK,), BELOW_BLOCK_SHARE, says)
 
 
 def evicted(facts: Facts) -> Conclusion | None:
     """Many missed tokens had been in the cache."""
     says = "were in the prefix cache before and were evicted: at most these could be hits with more blocks."
-    return _missed(facts, causes.EVICTED, EVICTED_SHARE, says)
+    return _missed(facts, (causes.EVICTED,), EVICTED_SHARE, says)
 
 
 def other_groups(facts: Facts) -> Conclusion | None:
@@ -243,12 +243,12 @@ def other_groups(facts: Facts) -> Conclusion | None:
         "were cached, but another KV cache group did not have its window or state there: at most these could "
         "be hits if it kept more."
     )
-    return _missed(facts, causes.GROUPS, GROUPS_SHARE, says)
+    return _missed(facts, tuple(causes.OF_GROUPS), GROUPS_SHARE, says)
 
 
 def not_knowable(facts: Facts) -> Conclusion | None:
     """The level of the recording proves no cause for most misses."""
-    part = _of_misses(facts, causes.NOT_KNOWABLE, NOT_KNOWABLE_SHARE)
+    part = _of_misses(facts, (causes.NOT_KNOWABLE,), NOT_KNOWABLE_SHARE)
     if part is None:
         return None
     if facts.sampled is not None:
@@ -345,18 +345,18 @@ def _lost(facts: Facts, key: str, tokens: int, least: float) -> Conclusion | Non
     return None if part < least else Conclusion(part, text)
 
 
-def _missed(facts: Facts, cause: str, least: float, says: str) -> Conclusion | None:
-    """What the tokens with one cause of misses are, if their share of all misses is at least ``least``."""
-    part = _of_misses(facts, cause, least)
+def _missed(facts: Facts, of: Sequence[str], least: float, says: str) -> Conclusion | None:
+    """What the tokens with these causes of misses are, if their share of all misses is at least ``least``."""
+    part = _of_misses(facts, of, least)
     if part is None:
         return None
-    tokens = facts.misses[cause]
+    tokens = sum(facts.misses.get(cause, 0) for cause in of)
     return Conclusion(_share_of_work(facts, tokens), f"{percent(part)} of missed tokens ({tokens:,}) {says}")
 
 
-def _of_misses(facts: Facts, cause: str, least: float) -> float | None:
-    """The share of a cause in all misses; None if it is below ``least``."""
-    part = share(facts.misses.get(cause, 0), facts.missed)
+def _of_misses(facts: Facts, of: Sequence[str], least: float) -> float | None:
+    """The share of these causes in all misses; None if it is below ``least``."""
+    part = share(sum(facts.misses.get(cause, 0) for cause in of), facts.missed)
     return None if part is None or part < least else part
 
 

@@ -559,6 +559,8 @@ def _rises(change: Change) -> dict[str, float]:
     rises = {
         cause: (after.miss_share(cause) or 0.0) - (before.miss_share(cause) or 0.0) for cause in after.missed
     }
+    if rises.keys() & causes.EVICTIONS:
+        rises[causes.EVICTED] = sum(rises.get(cause, 0.0) for cause in causes.EVICTIONS)
     if _is_sampled(change):
         was, now = (_evicted_and_new(side) for side in (before, after))
         rises[causes.EVICTED], rises[causes.NOT_KNOWABLE] = now[0] - was[0], now[1] - was[1]

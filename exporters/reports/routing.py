@@ -11,14 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.analysis.router_index import Index, TokensIndex
+from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.replay.routed import routing
 from ..csv_cells import csv_of
 from . import terminal
 
-INDEXES = ("own", "tokens", "dynamo")
+INDEXES = ("own", "tokens", "uncounted", "dynamo")
 
 SHOWN = 20
 """Requests that differ and are printed without ``-v``."""
@@ -51,6 +51,8 @@ def measured(journals: Sequence[Path], index: str, predicted: Path | None = None
         return routing(journals, predicted=predictions(predicted))
     if index == "tokens":
         return routing(journals, _by_tokens)
+    if index == "uncounted":
+        return routing(journals, UncountedIndex)
     if index == "dynamo":
         from ..dynamo_index import DynamoIndex
 

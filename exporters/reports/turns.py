@@ -46,7 +46,7 @@ NUMBERS = ((2, 2), (3, 3), (4, 4), (5, 5), (6, 10), (11, 20), (21, 0))
 RETENTIONS = (10.0, 60.0, 300.0, 900.0, 3_600.0)
 """Seconds for which turns might be kept."""
 
-_GONE = {causes.EVICTED, causes.TIER}
+_GONE = {*causes.EVICTIONS, causes.TIER}
 
 WORTH = 0.02
 """A cause is worth a conclusion from this share of the reusable tokens up."""
@@ -377,9 +377,17 @@ _ADVICE = {
     causes.SALT: "{before} were lost because the turn before had another cache salt: keep one salt for a "
     "session.",
     causes.BELOW_BLOCK: "{before} were in blocks that were not full: smaller blocks would reuse more.",
-    causes.GROUPS: "{before} were cached for full attention, and not in another KV cache group: states and "
-    "windows are kept at few places, such as the end of a turn. Prompts that go on from there reuse all; "
-    "changing the end of the history loses more.",
+    **dict.fromkeys(
+        (causes.GROUPS, causes.WINDOW, causes.STATE, causes.BOUNDARY),
+        "{before} were cached for full attention, and not in another KV cache group: states and windows are "
+        "kept at few places, such as the end of a turn. Prompts that go on from there reuse all; changing "
+        "the end of the history loses more.",
+    ),
+    **dict.fromkeys(
+        (causes.WINDOW_EVICTED, causes.STATE_EVICTED),
+        "{before} were still cached for full attention, and their window or state was evicted before the "
+        "next turn: 90 % of these turns came within {idle} s of the turn before. More blocks would keep it.",
+    ),
     causes.NOT_HIT: "{before} were cached and not hit: look whether these requests skip the prefix cache "
     "(prompt log-probabilities, pooling).",
 }
@@ -558,7 +566,7 @@ def _took(turn: Turn) -> str:
 def _where(turn: Turn, cause: str) -> str:
     if cause in causes.PARTED:
         return f", from the block at token {turn.shared:,} on" + (f": {turn.changed}" if turn.changed else "")
-    if cause == causes.EVICTED and turn.evicted is not None:
+    if cause in causes.EVICTIONS and turn.evicted is not None:
         by = f" for {turn.evicted.by}" if turn.evicted.by else ""
         since = turn.evicted.seconds - (turn.arrived_seconds - (turn.idle_seconds or 0.0))
         at = utc(turn.evicted.seconds, milliseconds=True)

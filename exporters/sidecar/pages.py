@@ -29,7 +29,8 @@ from ...audit.checks.findings import together
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
-from ..metrics.openmetrics import exposition
+from ..metrics.metric_list import collect
+from ..metrics.openmetrics import Exposition, exposition
 from ..metrics.prometheus import AuditCollector
 from ..templating import environment
 from .follower import Follower, ignore
@@ -82,6 +83,11 @@ class Site:
         """The metrics in the text format."""
         self._openmetrics = _registry(follower, created=True)
         """The metrics in OpenMetrics, with ``_created`` samples."""
+        self._process = CollectorRegistry(auto_describe=False)
+        """The metrics of this process alone."""
+        _register_process(self._process)
+        self._exposition = Exposition()
+        """Writes all metrics of engines in OpenMetrics."""
         self._pages: dict[str, Callable[[], Page]] = {
             "/": self._landing,
             "/findings": self._findings,
@@ -132,14 +138,22 @@ class Site:
         if not self._follower.ready.is_set():
             return self._send(start, environ, _NOT_YET)
         openmetrics = accepted_format(environ.get("HTTP_ACCEPT", "")) == OPENMETRICS
-        registry = self._openmetrics if openmetrics else self._text
         names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
-        asked = registry.restricted_registry(names) if names else registry
-        text = exposition(asked.collect()).encode() if openmetrics else generate_latest(asked)
+        text = self._all_openmetrics() if openmetrics and not names else self._text_of(openmetrics, names)
         packed = accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", ""))
         body = gzip.compress(text, GZIP_LEVEL) if packed else text
         more = [("Content-Encoding", "gzip")] if packed else []
         return self._send(start, environ, (200, METRICS[openmetrics], body), more)
+
+    def _all_openmetrics(self) -> bytes:
+        with self._follower.lock:
+            engines = self._exposition.text(collect(self._follower.audits))
+        return (engines + exposition(self._process.collect())).encode()
+
+    def _text_of(self, openmetrics: bool, names: list[str] | None) -> bytes:
+        registry = self._openmetrics if openmetrics else self._text
+        asked = registry.restricted_registry(names) if names else registry
+        return exposition(asked.collect()).encode() if openmetrics else generate_latest(asked)
 
     def _send(
         self,
@@ -209,10 +223,14 @@ def _explanations() -> Page:
 def _registry(follower: Follower, *, created: bool) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AuditCollector(lambda: follower.audits, follower.lock, created=created))
+    _register_process(registry)
+    return registry
+
+
+def _register_process(registry: CollectorRegistry) -> None:
     ProcessCollector(registry=registry)  # process_*: this process, not an engine's
     PlatformCollector(registry=registry)  # python_info
     GCCollector(registry=registry)  # python_gc_*
-    return registry
 
 
 def findings(audits: Iterable[FollowedAudit]) -> dict[str, Any]:

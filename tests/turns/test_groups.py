@@ -30,6 +30,10 @@ def by_id(folder: Path) -> dict[str, Turn]:
     return {turn.request_id: turn for turn in turns([folder]).each}
 
 
+OF_GROUPS = {"evicted", "groups", "window", "window_evicted", "state", "state_evicted", "boundary"}
+"""Causes of what full attention had, or had had."""
+
+
 class Asked(Engine):
     """An engine that asks its pool what full attention has of each request, before it is scheduled."""
 
@@ -58,7 +62,7 @@ def test_a_state_at_another_boundary_is_no_divergence(tmp_path: Path) -> None:
 
     turn = by_id(tmp_path)["chat-2"]
     assert 0 == turn.hit and 6 * BLOCK == engine.cached["chat-2"]
-    assert {"groups": 6 * BLOCK, "diverged": turn.reusable - 6 * BLOCK} == turn.lost
+    assert {"state": 6 * BLOCK, "diverged": turn.reusable - 6 * BLOCK} == turn.lost
 
 
 def test_a_state_that_was_evicted_is_an_eviction(tmp_path: Path) -> None:
@@ -95,7 +99,7 @@ def test_kept_rows_the_page_and_the_metrics_have_the_turns_of_the_command(tmp_pa
 
     told, journal = turns([tmp_path]), tmp_path / "one"
     lost = {row.cause: row.tokens for row in told.causes}
-    assert lost["groups"]
+    assert lost["state"]
     page = gather([tmp_path]).turns
     assert page is not None and told.causes == page.causes and told.lost_seconds == page.lost_seconds
 
@@ -136,12 +140,12 @@ def test_each_block_that_full_attention_had_and_no_hit_covers_has_its_groups_cau
                 continue  # a branch
             assert known.reusable == min(len(before.sequence) - 1, len(turn.prompt) - 1)
             same = min(shared(before.sequence, turn.prompt), known.reusable) // BLOCK * BLOCK
-            lost = {cause: tokens for cause, tokens in known.lost.items() if cause in ("groups", "evicted")}
+            lost = {cause: tokens for cause, tokens in known.lost.items() if cause in OF_GROUPS}
             assert max(0, same - min(known.hit, known.reusable)) == sum(lost.values()), known
             assert lost.keys() | {"diverged", "answer", "below_block"} >= known.lost.keys()
             if blocks == 4_000:
-                assert not lost or {"groups"} == lost.keys()
+                assert not lost or {"state"} == lost.keys()
                 assert max(0, min(engine.cached[turn.request_id], same) - known.hit) == sum(lost.values())
             causes.update(known.lost)
     assert causes["diverged"]
-    assert bool(causes["groups"]) == ("mamba" in groups), causes  # all blocks of windows were cached
+    assert bool(causes["state"]) == ("mamba" in groups), causes  # all blocks of windows were cached

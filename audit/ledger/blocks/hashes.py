@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import events as ev
 from ...causes import EVICTED, GROUPS, NOT_HIT, RESET
-from ..statements import CachedRange
+from ..statements import CachedRange, GroupBlock
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
@@ -79,8 +79,9 @@ def _hash(
     if event.replaced:
         holdings.drop_hashes(pool, record)
     removed = pool.removed.get(hash_id)
-    if (removed is not None or hash_id in pool.hashes) and group in pool.prefix_groups:
-        _note_cached_before(holdings, pool, record, hash_id, group, request, end)
+    if removed is not None or hash_id in pool.hashes:
+        note = _note_cached_before if group in pool.prefix_groups else _note_in_group
+        note(holdings, pool, record, hash_id, group, request, end)
     if removed is not None and removed[2] < 0:
         pool.removed[hash_id] = (*removed[:2], event.step, *removed[3:])
     if hash_id not in record.hash_ids:
@@ -117,6 +118,22 @@ def _note_cached_before(
         if by != request:
             before = CachedRange(start, end, since, UNKNOWN, UNKNOWN, "", False, missed)
             holdings.cached_before.append((request, before))
+
+
+def _note_in_group(
+    holdings: Holdings, pool: Pool, record: Block, hash_id: int, group: int, request: int, end: int
+) -> None:
+    """Note that the cache had, or still has in another block, what a request computed for a group."""
+    removed = pool.removed.get(hash_id)
+    if removed is not None:
+        (since, _), left, came_back, how, got = removed
+        before = GroupBlock(group, end, since, left, came_back, how, got == request)
+        holdings.cached_in_group.append((request, before))
+    if hash_id in pool.hashes and hash_id not in record.hash_ids:
+        since, by = pool.since.get(hash_id, NOT_SEEN)
+        if by != request:
+            before = GroupBlock(group, end, since, UNKNOWN, UNKNOWN, "", False)
+            holdings.cached_in_group.append((request, before))
 
 
 def _evicted(holdings: Holdings, event: ev.BlocksEvicted) -> None:

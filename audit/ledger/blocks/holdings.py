@@ -12,7 +12,7 @@ from typing import Any
 from ... import events as ev
 from ...bounded_tables import keep_newest
 from ..account import Account
-from ..statements import CachedRange
+from ..statements import CachedRange, GroupBlock
 from ..weights import Made, Weights
 from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
@@ -100,6 +100,8 @@ class Holdings:
         """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
         self.cached_before: list[tuple[int, CachedRange]] = []
         """Requests that this event makes fill positions whose KV the cache had before."""
+        self.cached_in_group: list[tuple[int, GroupBlock]] = []
+        """The same for blocks of groups that need not all blocks below a boundary."""
         self.invalid_hits: list[InvalidRange] = []
         """Local hits on KV that is not valid, found after the present event."""
         self.isolation: dict[int, list[int]] = {}

@@ -57,7 +57,7 @@ class BlockLedger(Holdings):
     def apply(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
         """Post one event of blocks; return its subjects for the checks."""
         self.findings = []
-        self.cached_before = []
+        self.cached_before, self.cached_in_group = [], []
         self.accounts = accounts
         for call in calls(event) if type(event) is ev.PoolCalls else (event,):
             _APPLYING[type(call)](self, call)

@@ -10,8 +10,9 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit.analysis.routed_cache import RecentCounts, RoutedCache
-from kvledger.audit.analysis.router_index import TokensIndex, contents_of
+from kvledger.audit.analysis.router_index import TokensIndex, UncountedIndex, contents_of
 from kvledger.audit.analysis.routing import (
+    COPY_REMOVED,
     ELSEWHERE,
     EVENT_LOST,
     EVICTED,
@@ -256,6 +257,18 @@ def test_a_block_above_one_whose_event_was_lost_has_the_same_cause():
     assert {EVENT_LOST: 32} == found.surplus
 
 
+def test_an_index_that_does_not_count_lacks_what_is_cached_in_another_block():
+    side = engine([*stored(*PROMPT, 12), *removed(12)])
+    asked = request(64)
+    held = asked_in_order(
+        UncountedIndex({}), [(asked, {0: side})], [(at, 0, batch) for at, batch in side.announced.batches]
+    )
+
+    assert {0: 1} == held[0, asked.number]
+    assert {COPY_REMOVED: 48} == row_of({0: side}, asked, held[0, asked.number], TOKENS).surplus
+    assert {} == row(asked, side).surplus
+
+
 def test_an_index_with_a_rule_of_its_own():
     assert {INDEX: 64} == row(request(64), engine(stored(*PROMPT)), held={}).surplus
 
@@ -337,8 +350,18 @@ def test_the_tokens_of_blocks_are_read_from_stores_only():
         (engine([*stored(*PROMPT), *removed(13, 14)]), 32, 4, {INDEX: 32}, {}),
         (engine([*stored(*PROMPT), *removed(13)], stored(*PROMPT)), 32, 4, {EVICTED: 32}, {}),
         (engine(stored(11, 12)), 32, 3, {INDEX: 16}, {}),
+        (engine([*stored(*PROMPT, 12), *removed(12)]), 64, 1, {}, {COPY_REMOVED: 48}),
+        (engine([*stored(*PROMPT, 12), *removed(12), *stored(12)]), 64, 1, {}, {INDEX: 48}),
     ],
-    ids=["right", "too little", "evicted, and told", "evicted, not told yet", "never stored"],
+    ids=[
+        "right",
+        "too little",
+        "evicted, and told",
+        "evicted, not told yet",
+        "never stored",
+        "dropped at the removal of a copy",
+        "stored once more since",
+    ],
 )
 def test_the_causes_of_a_routers_own_prediction(
     side: EngineSide, local: int, blocks: int, missed: dict[str, int], surplus: dict[str, int]

@@ -167,8 +167,58 @@ def test_two_blocks_with_one_hash_are_stored_and_removed_twice() -> None:
         batch(4, 100, (STORED, 80)),
     ]
 
+    assert ["events/removed-but-cached"] == [each.id for each in found(stream, cache=cache)]
+    assert ["events/gap"] == [each.id for each in found(stream[:3] + stream[4:], cache=cache)][:1]
+
+
+COPIES = [
+    cached(1, 5, 50), cached(20, 6, 50), evicted(40, 5), cached(60, 7, 50), evicted(80, 7), evicted(90, 6),
+]  # fmt: skip
+"""Content 50 is cached in two blocks, then in one, in two, in one, and in none."""
+
+
+def copies_said(*removals: int) -> list[KVEventsReceived]:
+    """A stream that announces every store of these, and the removals after these steps."""
+    said = [(1, STORED), (20, STORED), (60, STORED), *((step, REMOVED) for step in removals)]
+    return [batch(number, step, (kind, 50)) for number, (step, kind) in enumerate(sorted(said))]
+
+
+@violates("events/removed-but-cached")
+def test_a_removal_of_a_block_whose_hash_stays_cached() -> None:
+    (finding,) = found(copies_said(40, 80, 90), cache=COPIES)
+
+    assert ("events/removed-but-cached", 5, 40, 1, 80) == (
+        finding.id, finding.figures["block"], finding.step, finding.repeats, finding.last_step
+    )  # fmt: skip
+    assert "step 40: evicted h32, block 5 of pool 0" == finding.story[0]
+
+
+@near_miss("events/removed-but-cached")
+def test_the_last_block_with_a_hash_is_removed() -> None:
+    assert [] == found(STREAM)
+
+
+@near_miss("events/removed-but-cached")
+def test_one_reset_drops_two_blocks_with_a_hash() -> None:
+    cache = [cached(1, 5, 50), cached(20, 6, 50), reset(40), cached(60, 7, 50), evicted(80, 7)]
+    stream = [
+        batch(0, 1, (STORED, 50)),
+        batch(1, 20, (STORED, 50)),
+        batch(2, 50, (CLEARED, 0)),
+        batch(3, 60, (STORED, 50)),
+        batch(4, 80, (REMOVED, 50)),
+    ]
+
     assert [] == found(stream, cache=cache)
-    assert [] != found(stream[:3] + stream[4:], cache=cache)
+
+
+@near_miss("events/not-announced")
+def test_a_stream_of_contents_announces_only_the_removal_of_the_last_block() -> None:
+    assert [] == found(copies_said(90), cache=COPIES)
+    assert 2 == counted(copies_said(90), cache=COPIES).copies
+    later = batch(3, 100, (STORED, 80))
+    silent = found([*copies_said(), later], cache=[*COPIES, cached(100, 8, 80)])
+    assert [("events/not-announced", [6])] == [(each.id, each.figures["blocks"]) for each in silent]
 
 
 @near_miss("events/not-in-cache")

@@ -11,6 +11,7 @@ from tests.scenarios.registry import HYBRID
 
 import kvledger
 from kvledger.audit.analysis.cache_misses import missed_ranges
+from kvledger.audit.analysis.group_boundaries import Groups, groups_of
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import (
@@ -51,12 +52,13 @@ class Watched:
         return {account.request_id: account for account in audit.ledger.accounts()}
 
     def causes(self, name: str) -> dict[str, int]:
-        return causes(self.accounts()[name])
+        account = self.accounts()[name]
+        return causes(account, groups_of(self.audits[0].ledger.blocks.pools.get(0)))
 
 
-def causes(account: Account) -> dict[str, int]:
+def causes(account: Account, groups: Groups | None = None) -> dict[str, int]:
     tokens: dict[str, int] = {}
-    for start_, end, cause in missed_ranges(account, BLOCK):
+    for start_, end, cause in missed_ranges(account, BLOCK, groups):
         tokens[cause] = tokens.get(cause, 0) + end - start_
     return tokens
 
@@ -137,23 +139,23 @@ def test_sliding_window_blocks_prove_no_eviction() -> None:
     assert causes(account)["evicted"] == sum(before.end - before.start for before in account.cached_before)
 
 
-def test_a_prompt_that_only_another_group_lacks_missed_by_its_groups() -> None:
+def test_a_prompt_that_only_a_group_of_states_lacks_missed_by_it() -> None:
     """The state of `a` is kept where its prompt ends, and `b` needs it after 48 tokens."""
     engine = Watched(groups=("full", "mamba"), blocks=128)
     engine.run("a", 96)
     engine.run("b", 90, shares=("a", 48))
 
-    assert {"groups": 48, "not_knowable": 32, "below_block": 10} == engine.causes("b")
+    assert {"state": 48, "not_knowable": 32, "below_block": 10} == engine.causes("b")
 
 
-def test_blocks_that_can_not_be_hit_because_a_window_was_evicted_missed_by_their_groups() -> None:
+def test_blocks_that_can_not_be_hit_because_a_window_was_evicted_missed_by_the_window() -> None:
     """`b` takes the end of `a` in both groups, so no boundary of `a` has its window; `c` takes the rest."""
     engine = Watched(groups=HYBRID, blocks=40)
     engine.run("a", 160)
     engine.run("b", 200)
     engine.run("c", 170, shares=("a", 160))
 
-    assert {"groups": 144, "evicted": 16, "below_block": 10} == engine.causes("c")
+    assert {"window_evicted": 144, "evicted": 16, "below_block": 10} == engine.causes("c")
 
 
 def test_a_request_that_asks_for_the_log_probabilities_of_its_prompt_may_not_read_the_cache() -> None:

@@ -20,9 +20,9 @@ from tests.exporters.metrics.receivers import Received, attributes, grpc_receive
 
 from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.exporters.metrics import backfill, prometheus
+from kvledger.exporters.metrics import backfill, metric_list, prometheus
 from kvledger.exporters.metrics.metric_list import METRICS, Metric
-from kvledger.exporters.metrics.openmetrics import exposition
+from kvledger.exporters.metrics.openmetrics import END, Exposition, exposition
 from kvledger.exporters.metrics.otel import attach_telemetry
 from kvledger.exporters.metrics.values import EngineAudits, Health, MetricSample
 
@@ -53,7 +53,7 @@ class Told(NamedTuple):
 def planted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Told]:
     """Gives each metric of the table a value that no other one has; returns them by name."""
     samples = [(metric, _planted(metric, number)) for number, metric in enumerate(METRICS, 2)]
-    for module in ("prometheus", "otel", "backfill"):
+    for module in ("metric_list", "prometheus", "otel", "backfill"):
         rows = [(metric, [sample]) for metric, sample in samples]
         monkeypatch.setattr(f"kvledger.exporters.metrics.{module}.collect", lambda _, rows=rows: rows)
     told = {}
@@ -119,6 +119,14 @@ def test_prometheus_text_has_every_metric(planted: dict[str, Told]) -> None:
 
 def test_openmetrics_has_every_metric(planted: dict[str, Told]) -> None:
     assert planted == of_families(parse_open(exposition(families().collect())))
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_text_of_a_whole_scrape_is_that_of_its_families() -> None:
+    whole, families_then = Exposition(), exposition(families().collect())
+
+    assert families_then == whole.text(metric_list.collect([])) + END
+    assert families_then == whole.text(metric_list.collect([])) + END  # now from what it remembers
 
 
 def test_the_file_of_past_samples_has_every_metric_but_those_of_the_present(
@@ -215,7 +223,8 @@ def test_neither_metrics_nor_spans_hold_a_prompts_text_or_token_ids(monkeypatch:
         telemetry.watch(audit)
         for number, event in enumerate(stream):
             audit.feed(number, event)
-        scraped = exposition(families([audit]).collect())
+        scraped = Exposition().text(metric_list.collect([audit]))
+        assert scraped + END == exposition(families([audit]).collect())
         telemetry.close()
 
     assert {"kvledger.request", "kvledger.life"} == {span.name for span in received.spans}

@@ -88,9 +88,9 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         rules.other_groups,
-        {"missed": 10, "misses": {"groups": 1}},
-        {"missed": 11, "misses": {"groups": 1}},
-        "10.0 % of missed tokens (1) were cached, but another KV cache group did not have its window or "
+        {"missed": 20, "misses": {"state": 1, "window_evicted": 1}},
+        {"missed": 21, "misses": {"state": 1, "window_evicted": 1}},
+        "10.0 % of missed tokens (2) were cached, but another KV cache group did not have its window or "
         "state there: at most these could be hits if it kept more.",
     ),
     (
