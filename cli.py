@@ -1105,10 +1105,11 @@ def demo(
     opt.TRY,
     "conformance ExampleConnector",
     "conformance MyConnector --module my_connector.py",
+    "conformance --keys",
     exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
 )
 def conformance(
-    connector: str = argument("CONNECTOR", "The name, as in kv_connector."),
+    connector: str = argument("CONNECTOR", "The name, as in kv_connector; not needed with --keys.", ""),
     module: Path | None = option("--module PATH", "The Python file of a connector that is not vLLM's."),
     options: str | None = option(
         "--options JSON",
@@ -1119,6 +1120,11 @@ def conformance(
         "The connector reads from another engine, not from a store: one prefills what it loads. "
         "Implied for NixlConnector.",
     ),
+    keys: bool = option(
+        "--keys",
+        "Instead, print which differences between two requests part their KV in the connector's store; "
+        "without CONNECTOR in the prefix cache, and which of them KV events tell.",
+    ),
     verbose: bool = option("--verbose -v", "List clean situations too, and print vLLM's log."),
     format: str = choice("--format text|json|markdown", "The output format."),
 ) -> int:
@@ -1127,10 +1133,16 @@ def conformance(
     The real scheduler and the connector's own scheduler side and worker side run on the CPU. The model is
     generated, so that loaded KV can be compared with the KV that it should be. Needs the vllm extra.
     """
+    from .audit.errors import LedgerError
     from .exporters.reports import conformance as report
+    from .exporters.reports import key_card
 
     if not verbose:
         _silence_vllm()
+    if keys:
+        return CODES[key_card.run(connector, module, options, format)]
+    if not connector:
+        raise LedgerError("Name a connector, or give --keys.")
     return CODES[report.run(connector, module, options, format, disaggregated or None, verbose=verbose)]
 
 

@@ -48,6 +48,12 @@ _DRAFTER = {
 class EngineSetup:
     """One engine's configuration, as far as its scheduler depends on it."""
 
+    model: str = "model"
+    """The folder of its model, which has no weights."""
+    revision: str | None = None
+    """Of the model."""
+    cache_dtype: str = "auto"
+    """Of the KV cache."""
     blocks: int = 64
     block_size: int = 16
     max_running: int = 16
@@ -225,7 +231,12 @@ def _vllm_config(setup: EngineSetup) -> Any:
         async_scheduling=False,
         **dict(setup.scheduler_options),
     )
-    cache = _call(CacheConfig, block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching)
+    cache = _call(
+        CacheConfig,
+        block_size=setup.block_size,
+        cache_dtype=setup.cache_dtype,
+        enable_prefix_caching=setup.prefix_caching,
+    )
     config = VllmConfig(
         model_config=model,
         parallel_config=parallel,
@@ -255,10 +266,11 @@ def _vllm_config(setup: EngineSetup) -> Any:
 def _model_config(setup: EngineSetup) -> Any:
     from vllm.config import ModelConfig
 
-    directory = _model_directory("model")
+    directory = _model_directory(setup.model)
     return _call(
         ModelConfig,
         model=directory,
+        revision=setup.revision,
         tokenizer=directory,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -268,12 +280,12 @@ def _model_config(setup: EngineSetup) -> Any:
 
 
 @functools.cache
-def _model_directory(name: Literal["model", "drafter"]) -> str:
+def _model_directory(name: str) -> str:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     directory = Path(tempfile.gettempdir()) / f"kvledger-{name}-{os.getuid()}"
     directory.mkdir(exist_ok=True)
     written = directory / f"config.{os.getpid()}"
-    written.write_text(json.dumps(_MODEL if name == "model" else _MODEL | _DRAFTER))
+    written.write_text(json.dumps(_MODEL | _DRAFTER if name == "drafter" else _MODEL))
     written.rename(directory / "config.json")
     return str(directory)
 

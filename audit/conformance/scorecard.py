@@ -103,7 +103,7 @@ def score(
     paired = connector in DISAGGREGATED if disaggregated is None else disaggregated
     results: list[SituationResult] = []
     metadata = "opaque"
-    with _stdout_to_stderr():
+    with quiet():
         driven = find_connector(connector, module, options)
         _try_to_start(driven, paired)
         base = driven.base
@@ -115,7 +115,7 @@ def score(
                     result = _without_inherited(result, of_base, base.name)
                 results.append(result)
                 on_result(result)
-    return ScoreCard(connector, _versions(), metadata, results, paired)
+    return ScoreCard(connector, versions(), metadata, results, paired)
 
 
 def _in_own_store(
@@ -145,7 +145,7 @@ _UNLIKE = re.compile(r"[0-9a-f]{16,}")
 """Hashes of tokens, which differ from run to run."""
 
 
-def _versions() -> str:
+def versions() -> str:
     """The version of vLLM, and of each of :data:`PACKAGES` that was loaded."""
     from ..engines import host_version
 
@@ -169,7 +169,7 @@ def _drive(
         finally:
             engines.stop()
     except Exception as error:
-        raised = _describe(error).replace(folder, FOLDER)
+        raised = describe_exception(error).replace(folder, FOLDER)
     events: list[ev.Event] = []
     problems: list[str] = []
     doubts: list[str] = []
@@ -218,7 +218,7 @@ def _promised(account: Account | None) -> int:
     return promised.pop() if len(promised) == 1 else 0
 
 
-def _describe(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     """The kind of an exception, where it was raised, and its message; of a bare assertion its text."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())[:MESSAGE_CHARACTERS] or last.line or ""
@@ -251,7 +251,7 @@ def _try_to_start(connector: Connector, paired: bool) -> None:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep standard output for the card: vLLM logs there while it is imported."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

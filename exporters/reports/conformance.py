@@ -34,7 +34,7 @@ def run(
     verbose: bool = False,
 ) -> str:
     """Make a score card, print it, and return its verdict."""
-    card = score(connector, module, _options(options), disaggregated=disaggregated)
+    card = score(connector, module, options_of(options), disaggregated=disaggregated)
     if format == "json":
         print(msgspec.json.encode({"verdict": card.verdict, **msgspec.to_builtins(card)}).decode())
     elif format == "markdown":
@@ -44,7 +44,8 @@ def run(
     return card.verdict
 
 
-def _options(text: str | None) -> dict[str, Any] | None:
+def options_of(text: str | None) -> dict[str, Any] | None:
+    """The options of a connector, from JSON. Raises LedgerError."""
     if text is None:
         return None
     try:
