@@ -7,6 +7,9 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
 SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
 
+# Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all lint bench instructions proof releases differential fuzz crash docs site clean
 .DEFAULT_GOAL := help
 
