@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ... import events as ev
 from ...causes import EVICTED, GROUPS, NOT_HIT, RESET
@@ -11,7 +11,7 @@ from ..statements import CachedRange, GroupBlock
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
-from .records import NOT_SEEN, TABLE, UNKNOWN, Block, Operation, Pool, remember
+from .records import NOT_SEEN, TABLE, UNKNOWN, Block, Operation, Pool, Removed, remember
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
@@ -80,8 +80,9 @@ def _hash(
         holdings.drop_hashes(pool, record)
     removed = pool.removed.get(hash_id)
     if removed is not None or hash_id in pool.hashes:
+        before = list(_had_before(pool, record, hash_id, request, removed))
         note = _note_cached_before if group in pool.prefix_groups else _note_in_group
-        note(holdings, pool, record, hash_id, group, request, end)
+        note(holdings, pool, group, request, end, before)
     if removed is not None and removed[2] < 0:
         pool.removed[hash_id] = (*removed[:2], event.step, *removed[3:])
     if hash_id not in record.hash_ids:
@@ -100,40 +101,50 @@ def _hash(
         holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
 
 
+class _Had(NamedTuple):
+    """What the cache had of a hash before a request cached it. ``by``: who made it; else as CachedRange."""
+
+    since: int
+    by: int
+    left: int
+    came_back: int
+    how: str
+    own: bool
+
+
+def _had_before(
+    pool: Pool, record: Block, hash_id: int, request: int, removed: Removed | None
+) -> Iterator[_Had]:
+    """What left the cache, and what another block still has."""
+    if removed is not None:
+        (since, by), left, came_back, how, got = removed
+        yield _Had(since, by, left, came_back, how, got == request)
+    if hash_id in pool.hashes and hash_id not in record.hash_ids:
+        since, by = pool.since.get(hash_id, NOT_SEEN)
+        if by != request:
+            yield _Had(since, by, UNKNOWN, UNKNOWN, "", False)
+
+
 def _note_cached_before(
-    holdings: Holdings, pool: Pool, record: Block, hash_id: int, group: int, request: int, end: int
+    holdings: Holdings, pool: Pool, group: int, request: int, end: int, before: list[_Had]
 ) -> None:
     """Note that a request computed KV which the cache had, or still has in another block."""
     size, _ = pool.groups[group]
     start = (end - 1) // size * size  # of a partly filled block, only that part
     missed = GROUPS if len(pool.groups) > 1 else NOT_HIT
-    removed = pool.removed.get(hash_id)
-    if removed is not None:
-        (since, by), left, came_back, how, got = removed
-        of_others = missed if by != request else ""
-        before = CachedRange(start, end, since, left, came_back, how, got == request, of_others)
-        holdings.cached_before.append((request, before))
-    if hash_id in pool.hashes and hash_id not in record.hash_ids:
-        since, by = pool.since.get(hash_id, NOT_SEEN)
-        if by != request:
-            before = CachedRange(start, end, since, UNKNOWN, UNKNOWN, "", False, missed)
-            holdings.cached_before.append((request, before))
+    for had in before:
+        of_others = missed if had.by != request else ""
+        row = CachedRange(start, end, had.since, had.left, had.came_back, had.how, had.own, of_others)
+        holdings.cached_before.append((request, row))
 
 
 def _note_in_group(
-    holdings: Holdings, pool: Pool, record: Block, hash_id: int, group: int, request: int, end: int
+    holdings: Holdings, pool: Pool, group: int, request: int, end: int, before: list[_Had]
 ) -> None:
-    """Note that the cache had, or still has in another block, what a request computed for a group."""
-    removed = pool.removed.get(hash_id)
-    if removed is not None:
-        (since, _), left, came_back, how, got = removed
-        before = GroupBlock(group, end, since, left, came_back, how, got == request)
-        holdings.cached_in_group.append((request, before))
-    if hash_id in pool.hashes and hash_id not in record.hash_ids:
-        since, by = pool.since.get(hash_id, NOT_SEEN)
-        if by != request:
-            before = GroupBlock(group, end, since, UNKNOWN, UNKNOWN, "", False)
-            holdings.cached_in_group.append((request, before))
+    """The same for a group that needs not all blocks below a boundary."""
+    for had in before:
+        row = GroupBlock(group, end, had.since, had.left, had.came_back, had.how, had.own)
+        holdings.cached_in_group.append((request, row))
 
 
 def _evicted(holdings: Holdings, event: ev.BlocksEvicted) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from ..weights import Made
@@ -175,6 +177,11 @@ class Absent(msgspec.Struct, gc=False):
     block: int
 
 
+Removed: TypeAlias = tuple[tuple[int, int], int, int, str, int]
+"""How a hash id left the cache map: since when and for whom it was there, the step in which it left, the step
+of its return (-1: none yet), how it left, and the request that got its block (-1: none)."""
+
+
 class Pool(msgspec.Struct):
     """One block pool."""
 
@@ -204,9 +211,8 @@ class Pool(msgspec.Struct):
     """By hash id: the end of the positions that the hash covers."""
     since: dict[int, tuple[int, int]] = {}
     """By hash id: the step since which it has been in the cache map, and for whom, where that was seen."""
-    removed: dict[int, tuple[tuple[int, int], int, int, str, int]] = {}
-    """Hash ids that left the cache map: as in ``since``, the step in which they left, the step of their
-    return (-1: none yet), how they left, and the request that got their block (-1: none)."""
+    removed: dict[int, Removed] = {}
+    """Hash ids that left the cache map."""
     records: dict[int, Block] = {}
     """Records of single blocks, by block id."""
 

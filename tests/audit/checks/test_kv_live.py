@@ -167,18 +167,21 @@ def test_only_what_has_no_counterpart_yet_is_kept() -> None:
     cache: list[list[Event]] = []
     stream: list[KVEventsReceived] = []
     held: dict[int, int] = {}
+    copies = 0
     for step in range(1, 2000):
         block, said = choose.randrange(1, 50), []
         if block in held:
             cache.append(evicted(step, block))
             said.append((REMOVED, held.pop(block)))
+            copies += said[0][1] in held.values()
         else:
             held[block] = choose.randrange(1, 90)
             cache.append(cached(step, block, held[block]))
             said.append((STORED, held[block]))
         stream.append(batch(step - 1, step, *said))
 
-    assert [] == live.run(stream, cache, end=2000, ended=False)
+    found = live.run(stream, cache, end=2000, ended=False)
+    assert [("events/removed-but-cached", copies)] == [(each.id, each.repeats + 1) for each in found]
     assert 1999 == live.counts.agreed
     assert live.comparison.kept <= 2 and len(live.comparison.blocks) <= 50
     assert [] == live.comparison.cache.changes
