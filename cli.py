@@ -478,9 +478,9 @@ def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: R
 def routing(
     paths: list[Path] = opt.BLOCK_PATHS,
     index: str = choice(
-        "--index own|tokens|dynamo",
+        "--index own|tokens|uncounted|dynamo",
         "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
-        "adapters, or Dynamo's RadixTree (the routing extra).",
+        "adapters, one that drops a hash at its first removal, or Dynamo's RadixTree (the routing extra).",
     ),
     predictions: Path | None = option(
         "--predictions FILE",

@@ -18,8 +18,6 @@ from ...audit.replay.routed import routing
 from ..csv_cells import csv_of
 from . import terminal
 
-INDEXES = ("own", "tokens", "uncounted", "dynamo")
-
 SHOWN = 20
 """Requests that differ and are printed without ``-v``."""
 

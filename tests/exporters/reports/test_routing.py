@@ -66,3 +66,15 @@ def test_recordings_without_the_tokens_of_blocks_have_no_index_of_tokens(
 ) -> None:
     assert 2 == exit_code("routing", folder, "--index", "tokens")
     assert "--index tokens needs KV events" in capsys.readouterr().err
+
+
+def test_an_index_that_does_not_count_promises_no_more_than_one_that_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for index in ("own", "uncounted"):
+        assert 0 == exit_code("routing", folder, "--index", index, "--format", "json")
+        found[index] = json.loads(capsys.readouterr().out)
+
+    assert found["uncounted"]["found"] == found["own"]["found"]
+    assert found["uncounted"]["predicted"] <= found["own"]["predicted"]
