@@ -10,6 +10,8 @@ The real scheduler, and the real scheduler side and worker side of a connector, 
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -28,6 +30,7 @@ DIFFERS = range(BLOCK, 2 * BLOCK)
 """The positions in which inputs differ that have a place in the prompt."""
 
 PROMPT_TOKENS = 4 * BLOCK + 5
+CHILD_SECONDS = 120.0
 PREFIX_CACHE, EVENTS = "prefix cache", "KV events"
 """Two places; the others are connectors."""
 
@@ -77,7 +80,10 @@ class KeyCard(msgspec.Struct, frozen=True):
 def key_card(connector: Connector | None = None) -> KeyCard:
     """Drive every difference through the prefix cache and its KV events, or through a connector."""
     with quiet():
-        rows = [_row(difference, connector) for difference in DIFFERENCES]
+        # A child must not find in memory what an engine of this process has left there.
+        in_order = sorted(DIFFERENCES, key=lambda difference: not difference.of_second)
+        found = {difference.name: _row(difference, connector) for difference in in_order}
+        rows = [found[difference.name] for difference in DIFFERENCES]
         engine = versions()
     return KeyCard(engine, places_of(connector), rows)
 
@@ -184,9 +190,13 @@ def _row(difference: Difference, connector: Connector | None) -> KeyRow:
         first, second = difference.requests()
     except (ImportError, TypeError):  # this release does not have it
         return all_of("not here")
+    if not {*first, *second} <= _known_arguments():
+        return all_of("not here")
     try:
         control = _ask(difference, connector, first, first, control=True)
         asked = _ask(difference, connector, first, second, control=False)
+    except _Broke as error:
+        return all_of("broke", str(error))
     except Exception as error:  # of the scheduler or of the connector
         return all_of("broke", describe_exception(error))
     if control.tokens <= difference.common:
@@ -198,6 +208,13 @@ def _row(difference: Difference, connector: Connector | None) -> KeyRow:
         if shared:
             row.cells[EVENTS] = "shares"  # the second request's blocks are the first one's
     return row
+
+
+def _known_arguments() -> set[str]:
+    """The arguments that this release's Request takes."""
+    from vllm.v1.request import Request
+
+    return set(inspect.signature(Request).parameters)
 
 
 def _ask(
@@ -213,20 +230,65 @@ def _ask(
         of_second = _publish(driver)
         tokens = _run(driver, "second", second, other_tokens=other_tokens)
         return _Asked(tokens, (of_first, of_second))
-    engines = ObservedEngines(uuid4().hex)
+    salt = uuid4().hex
     with tempfile.TemporaryDirectory(prefix="kvledger-keys-") as folder:
         setup |= connector.setup(folder)
+        if difference.of_second:
+            setup_of_second = setup if control else {**setup, **difference.of_second}
+            _in_child(lambda: _alone(setup, "first", first, salt))
+            return _Asked(_in_child(lambda: _alone(setup_of_second, "second", second, salt)))
+        engines = ObservedEngines(salt)
         try:
             driver = engines.start(**setup)
-            salt = driver.salt
             _run(driver, "first", first, salt=salt)
-            if difference.of_second:
-                driver = engines.start(**{**setup, **({} if control else difference.of_second)})
-            else:
-                driver.reset_prefix_cache()
+            driver.reset_prefix_cache()
             return _Asked(_run(driver, "second", second, other_tokens=other_tokens, salt=salt))
         finally:
             engines.stop()
+
+
+def _alone(setup: Arguments, name: str, arguments: Arguments, salt: str) -> int:
+    """Run one request on an engine of its own."""
+    engines = ObservedEngines(salt)
+    try:
+        return _run(engines.start(**setup), name, arguments, salt=salt)
+    finally:
+        engines.stop()
+
+
+class _Broke(Exception):
+    """An engine's own process failed; the message says how."""
+
+
+def _in_child(run: Callable[[], int]) -> int:
+    """The result of a call in a process of its own: a store in memory ends with its engine.
+
+    Raises :class:`_Broke`.
+    """
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(run, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        if not reader.poll(CHILD_SECONDS):
+            raise _Broke(f"an engine took longer than {CHILD_SECONDS:.0f} s")
+        result = reader.recv()
+    except EOFError:
+        raise _Broke("an engine's process ended") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, str):
+        raise _Broke(result)
+    return int(result)
+
+
+def _send(run: Callable[[], int], writer: Any) -> None:
+    try:
+        writer.send(run())
+    except Exception as error:
+        writer.send(describe_exception(error))
 
 
 def _run(driver: Any, name: str, arguments: Arguments, *, other_tokens: bool = False, salt: str = "") -> int:

@@ -36,6 +36,7 @@ NOT_CARRIED = {
         "observers",
         "event",
         "_handlers",
+        "_by_class",
         "on_event",
         "on_closed",
         "on_violation",
