@@ -30,7 +30,8 @@ DIFFERS = range(BLOCK, 2 * BLOCK)
 """The positions in which inputs differ that have a place in the prompt."""
 
 PROMPT_TOKENS = 4 * BLOCK + 5
-CHILD_SECONDS = 120.0
+CHILD_SECONDS = 600.0
+"""After so long, an engine hangs; a busy machine needs a minute to start one."""
 PREFIX_CACHE, EVENTS = "prefix cache", "KV events"
 """Two places; the others are connectors."""
 
@@ -80,7 +81,8 @@ class KeyCard(msgspec.Struct, frozen=True):
 def key_card(connector: Connector | None = None) -> KeyCard:
     """Drive every difference through the prefix cache and its KV events, or through a connector."""
     with quiet():
-        # A child must not find in memory what an engine of this process has left there.
+        Driver(EngineSetup())  # what vLLM loads and looks up for a first engine, each child has then
+        # A child must not find in memory what a connector of this process has left there.
         in_order = sorted(DIFFERENCES, key=lambda difference: not difference.of_second)
         found = {difference.name: _row(difference, connector) for difference in in_order}
         rows = [found[difference.name] for difference in DIFFERENCES]
@@ -158,7 +160,7 @@ DIFFERENCES = (
     Difference("LoRA adapter's path, name and id kept", _adapters("a", 1, "/adapters/b"), LORA),
     Difference("LoRA adapter, loaded in place", _adapters("a", 1, "/adapters/a", load_inplace=True), LORA),
     Difference("multimodal input's identity", _images, {"encoder_tokens": 64}, common=BLOCK),
-    Difference("prompt embeddings", _embeddings, common=BLOCK),
+    Difference("prompt embeddings beside tokens", _embeddings, common=BLOCK),
     Difference("mask of prompt embeddings", _masks, common=BLOCK),
     Difference("model", of_second={"model": "other"}),
     Difference("model's revision", of_second={"revision": "other"}),
