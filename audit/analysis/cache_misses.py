@@ -8,12 +8,12 @@ look alike. The causes and their words are in ``causes.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .. import causes
 from ..ledger.account import Account
 from ..ledger.life import Life
-from ..ledger.statements import CachedRange
+from ..ledger.statements import CachedRange, GroupBlock
 from .group_boundaries import Group, Groups, lacking
 
 _BY_LOSS = {
@@ -188,8 +188,14 @@ def _by_group(
     """Split [start, end), which the group of full attention had cached, by what the other groups lacked."""
     size, first = groups.tokens, _hit_end(life) // groups.tokens
 
+    made: dict[tuple[int, int], list[GroupBlock]] = {}
+    for block in account.cached_in_group:
+        made.setdefault((block.group, block.end), []).append(block)
+
     def in_group(group: Group, block_end: int) -> str:
-        return "" if block_end <= _hit_end(life) else _in_group(account, life, group, block_end)
+        if block_end <= _hit_end(life):
+            return ""
+        return _in_group(made.get((group.number, block_end), ()), life, group)
 
     lacks = lacking(groups.others, size, first, reached // size, in_group)
     while start < end:
@@ -199,11 +205,11 @@ def _by_group(
         start = upto
 
 
-def _in_group(account: Account, life: Life, group: Group, end: int) -> str:
-    """Why a group's block that ends here was not cached when the life was admitted; "": it was."""
+def _in_group(before: Iterable[GroupBlock], life: Life, group: Group) -> str:
+    """Why a group's block, of which the cache had this before, was not there at the admission; "": it was."""
     began, how = life.began_step, ""
-    for block in account.cached_in_group:
-        if (block.group, block.end) != (group.number, end) or block.since >= began:
+    for block in before:
+        if block.since >= began:
             continue
         there = not 0 <= block.left <= began or (block.left == began and block.own)
         if there or 0 <= block.came_back < began:

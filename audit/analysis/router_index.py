@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from .. import events as ev
@@ -45,13 +45,7 @@ class TokensIndex:
                     del held[content]
 
     def held(self, hashes: Sequence[int]) -> dict[int, int]:
-        found = {}
-        contents = [self._contents.get(hash_id, hash_id) for hash_id in hashes]
-        for engine, held in self._held.items():
-            blocks = next((place for place, one in enumerate(contents) if one not in held), len(contents))
-            if blocks:
-                found[engine] = blocks
-        return found
+        return _leading(self._held, [self._contents.get(hash_id, hash_id) for hash_id in hashes])
 
 
 class UncountedIndex:
@@ -70,12 +64,16 @@ class UncountedIndex:
                 (held.add if event.kind == STORED else held.discard)(event.hash_id)
 
     def held(self, hashes: Sequence[int]) -> dict[int, int]:
-        found = {}
-        for engine, held in self._held.items():
-            blocks = next((place for place, one in enumerate(hashes) if one not in held), len(hashes))
-            if blocks:
-                found[engine] = blocks
-        return found
+        return _leading(self._held, hashes)
+
+
+def _leading(held: Mapping[int, Container[int]], wanted: Sequence[int]) -> dict[int, int]:
+    """How many of what is wanted, from the first on, each engine holds; engines with none are left out."""
+    found = {}
+    for engine, has in held.items():
+        if blocks := next((place for place, one in enumerate(wanted) if one not in has), len(wanted)):
+            found[engine] = blocks
+    return found
 
 
 def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
