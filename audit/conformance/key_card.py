@@ -81,11 +81,7 @@ class KeyCard(msgspec.Struct, frozen=True):
 def key_card(connector: Connector | None = None) -> KeyCard:
     """Drive every difference through the prefix cache and its KV events, or through a connector."""
     with quiet():
-        Driver(EngineSetup())  # what vLLM loads and looks up for a first engine, each child has then
-        # A child must not find in memory what a connector of this process has left there.
-        in_order = sorted(DIFFERENCES, key=lambda difference: not difference.of_second)
-        found = {difference.name: _row(difference, connector) for difference in in_order}
-        rows = [found[difference.name] for difference in DIFFERENCES]
+        rows = [_row(difference, connector) for difference in DIFFERENCES]
         engine = versions()
     return KeyCard(engine, places_of(connector), rows)
 
@@ -237,8 +233,8 @@ def _ask(
         setup |= connector.setup(folder)
         if difference.of_second:
             setup_of_second = setup if control else {**setup, **difference.of_second}
-            _in_child(lambda: _alone(setup, "first", first, salt))
-            return _Asked(_in_child(lambda: _alone(setup_of_second, "second", second, salt)))
+            _in_child(setup, "first", salt)
+            return _Asked(_in_child(setup_of_second, "second", salt))
         engines = ObservedEngines(salt)
         try:
             driver = engines.start(**setup)
@@ -249,48 +245,45 @@ def _ask(
             engines.stop()
 
 
-def _alone(setup: Arguments, name: str, arguments: Arguments, salt: str) -> int:
-    """Run one request on an engine of its own."""
-    engines = ObservedEngines(salt)
-    try:
-        return _run(engines.start(**setup), name, arguments, salt=salt)
-    finally:
-        engines.stop()
-
-
 class _Broke(Exception):
     """An engine's own process failed; the message says how."""
 
 
-def _in_child(run: Callable[[], int]) -> int:
-    """The result of a call in a process of its own: a store in memory ends with its engine.
+def _in_child(setup: Arguments, name: str, salt: str) -> int:
+    """What a request finds on an engine in a process of its own: a store in memory ends with its engine.
 
     Raises :class:`_Broke`.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.first_engine"])
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(run, writer), daemon=True)
-    process.start()
-    writer.close()
+    process = context.Process(target=_alone, args=(setup, name, salt, writer), daemon=True)
     try:
+        process.start()
+        writer.close()
         if not reader.poll(CHILD_SECONDS):
             raise _Broke(f"an engine took longer than {CHILD_SECONDS:.0f} s")
         result = reader.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise _Broke("an engine's process ended") from None
     finally:
-        process.kill()
-        process.join()
+        if process.pid:
+            process.kill()
+            process.join()
     if isinstance(result, str):
         raise _Broke(result)
     return int(result)
 
 
-def _send(run: Callable[[], int], writer: Any) -> None:
+def _alone(setup: Arguments, name: str, salt: str, answer: Any) -> None:
+    """Run one request on an engine of its own; the answer is its tokens, or what failed."""
+    engines = ObservedEngines(salt)
     try:
-        writer.send(run())
+        tokens = _run(engines.start(**setup), name, {}, salt=salt)
+        engines.stop()
+        answer.send(tokens)
     except Exception as error:
-        writer.send(describe_exception(error))
+        answer.send(describe_exception(error))
 
 
 def _run(driver: Any, name: str, arguments: Arguments, *, other_tokens: bool = False, salt: str = "") -> int:

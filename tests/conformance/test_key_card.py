@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
+import torch
+
 from kvledger.audit.conformance.connector_classes import find_connector
 from kvledger.audit.conformance.key_card import DIFFERENCES, EVENTS, PREFIX_CACHE, KeyCard, key_card
 from kvledger.audit.errors import LedgerError
@@ -67,7 +69,16 @@ def test_a_store_by_block_hashes_parts_what_the_prefix_cache_parts() -> None:
     found = of_connector("OffloadingConnector", OFFLOADING)
 
     assert ALWAYS_SHARED == {name for name, cell in found.items() if cell == "shares"}
-    assert OF_ENGINES == {name for name, cell in found.items() if cell == "no control"}  # one process
+    assert OF_ENGINES == {name for name, cell in found.items() if cell == "no control"}  # in memory
+
+
+def test_engines_start_though_this_process_has_run_torch_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of it would hang: torch's threads are not in the fork."""
+    of_an_engine = next(difference for difference in DIFFERENCES if difference.of_second)
+    monkeypatch.setattr("kvledger.audit.conformance.key_card.DIFFERENCES", (of_an_engine,))
+    torch.ones(4096, 4096).mul_(2).sum()
+
+    assert {of_an_engine.name: "shares"} == of_connector("ExampleConnector")
 
 
 def test_a_difference_that_breaks_the_engine_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
