@@ -909,6 +909,54 @@ class TiersReported(Event, frozen=True, array_like=True, tag=72):
     tokens: list[int]
 
 
+# --- the encoder cache of a multimodal model ---------------------------------------------------------------
+
+
+class EncoderInputsSeen(Event, frozen=True, array_like=True, tag=73):
+    """The encoder inputs of a request, before the first event that speaks of them; again if there are more.
+
+    ``rows`` is flat, four numbers for each input: its identity as a keyed hash, as an isolation class is,
+    then first position, positions, and embeddings.
+    """
+
+    request: int
+    rows: list[int]
+
+
+class EncoderCacheSeen(Event, frozen=True, array_like=True, tag=74):
+    """The engine's own count of its encoder cache, at the beginning of a segment and at each census.
+
+    ``size`` and ``free`` are embeddings. ``entries`` is flat, identity and embeddings (-1: not known) of each
+    cached encoder output; None at a census. ``shared``: outputs stay for later requests; else the model is an
+    encoder-decoder, and an output occupies the cache until the step that reads it has run. ``loads``: an
+    encoder cache connector may load outputs.
+    """
+
+    step: int
+    size: int
+    free: int
+    shared: bool
+    loads: bool
+    entries: list[int] | None = None
+
+
+ENCODER_HIT, ENCODER_RESERVED, ENCODER_EVICTED, ENCODER_COMPUTED, ENCODER_REMOVED, ENCODER_CLEARED = range(6)
+"""Codes in ``EncoderCacheUsed.rows``. REMOVED: the workers are told to remove the output."""
+
+
+class EncoderCacheUsed(Event, frozen=True, array_like=True, tag=75):
+    """What a step did with the encoder cache, if anything. Follows what the step scheduled.
+
+    ``rows`` is flat, three numbers for each operation, in order: its code, then request and index of the
+    input (HIT, RESERVED, COMPUTED), or -1 and the identity (EVICTED, REMOVED; 0 for CLEARED). ``free``: the
+    engine's count of free embeddings after the step was scheduled.
+    """
+
+    step: int
+    free: int
+    rows: list[int]
+
+
 # --- block contents, at level ``content`` ------------------------------------------------------------------
 
 
@@ -1130,6 +1178,9 @@ EmittedEvent = (
     | StoreKeys
     | BlocksSaved
     | TiersReported
+    | EncoderInputsSeen
+    | EncoderCacheSeen
+    | EncoderCacheUsed
     | ContentWatched
     | HitsVerified
     | ContentCounted

@@ -13,7 +13,7 @@ from ..events import EngineStarted
 from ..ledger.ledger import Ledger
 from ..release_semantics import limits, meanings
 from .findings import Found
-from .kinds import EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Kind
+from .kinds import ENCODER, EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Kind
 from .registry import Invariant, catalogue
 
 LEVELS = ("tokens", "blocks", "content")
@@ -87,6 +87,7 @@ def coverage(
         LOADS: not settings.get("connector"),
         EVENTS: "kv_events_port" not in settings,
         WEIGHTS: not weights_changed,
+        ENCODER: settings.get("encoder_cache") is None,
     }
     kinds = [kind for kind in KINDS if not absent.get(kind)]
     seen = [kind for kind in kinds if LEVELS.index(kind.level) <= level]

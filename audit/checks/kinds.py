@@ -113,6 +113,16 @@ EVENTS = Kind(
     "that are cached. Answers are right; requests may go to the wrong engine.",
     RESET_INDEX,
 )
+ENCODER = Kind(
+    "encoder cache",
+    "tokens",
+    "KvledgerEncoderCacheWrong",
+    "loses track of its encoder cache",
+    "Outputs of the encoder are computed again, or not found by a step that reads them, which stops the "
+    "engine; or more requests are admitted than the cache can hold.",
+    "Reset the encoder cache (LLM.reset_encoder_cache(), or POST /reset_encoder_cache) while no request "
+    "runs.",
+)
 
 FAMILIES: dict[str, Kind] = {
     "tokens": COUNTS,
@@ -123,6 +133,7 @@ FAMILIES: dict[str, Kind] = {
     "content": CONTENTS,
     "weights": WEIGHTS,
     "events": EVENTS,
+    "encoder": ENCODER,
 }
 """The families of invariants, in the order of the page, and the kind of each."""
 

@@ -89,7 +89,9 @@ class EngineSetup:
     sliding_window: int = 64
     """Also the length of a chunk and of a replayed window."""
     encoder_tokens: int = 0
-    """Encoder tokens that a step may compute and that the encoder's cache holds; 0: a model of text."""
+    """Encoder embeddings that a step may compute and that the encoder's cache holds; 0: a model of text."""
+    encoder_decoder: bool = False
+    """The model is an encoder-decoder: an output serves one request, and the decoder attends to it."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
@@ -115,10 +117,12 @@ def build_scheduler(setup: EngineSetup) -> Any:
     )
     scheduler = _scheduler_class(setup)(**arguments)
     if setup.encoder_tokens:
-        from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+        from vllm.v1.core import encoder_cache_manager as managers
 
+        name = "EncoderDecoderCacheManager" if setup.encoder_decoder else "EncoderCacheManager"
         scheduler.max_num_encoder_input_tokens = setup.encoder_tokens
-        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=setup.encoder_tokens)
+        scheduler.encoder_cache_manager = getattr(managers, name)(cache_size=setup.encoder_tokens)
+        scheduler.is_encoder_decoder = setup.encoder_decoder
     return scheduler
 
 

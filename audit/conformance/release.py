@@ -58,6 +58,7 @@ def _splitting_groups() -> Any:
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 _ASYNC = "v1.core.sched.async_scheduler:AsyncScheduler"
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"
+_ENCODER = "v1.core.encoder_cache_manager"
 
 CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "aligned states": (
@@ -81,6 +82,14 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "encoder inputs": (
         "no features of multimodal inputs",
         lambda: _class("multimodal.inputs:MultiModalFeatureSpec") is not object,
+    ),
+    "encoder cache": (
+        "no encoder cache that requests share",
+        lambda: hasattr(_class(f"{_ENCODER}:EncoderCacheManager"), "check_and_update_cache"),
+    ),
+    "encoder-decoder cache": (
+        "no cache manager for encoder-decoder models",
+        lambda: _class(f"{_ENCODER}:EncoderDecoderCacheManager") is not object,
     ),
     "failed load": ("a load can't fail", lambda: _scheduler_has("_handle_invalid_blocks")),
     "failed load as a whole": (

@@ -136,6 +136,8 @@ class Steps:
             observer.idle_calls += 1
         if pools is not None:
             pools.admitted(output)
+        if observer.encoder is not None:
+            observer.encoder.scheduled(output)
         observer.in_step = False
 
     # --- an output ------------------------------------------------------------------------------------

@@ -163,6 +163,8 @@ class V1Observer(Observer):
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
         blocks, timed = pool.num_gpu_blocks, self.hook_time()
+        if self.encoder is not None:
+            self.encoder.census()
         idle, self.idle_calls = self.idle_calls, 0
         ready = sum(map(counts.ready, scheduler.requests.values())) if idle else -1
         queued = self._misqueued()

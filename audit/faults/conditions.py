@@ -56,6 +56,11 @@ def _with_connector(settings: Settings) -> bool | None:
     return False if settings.get("connector", "unknown") is None else None
 
 
+def _encoder(settings: Settings) -> bool | None:
+    """With an encoder cache, the settings do not tell what requests bring; older journals do not name it."""
+    return False if settings.get("encoder_cache", "unknown") is None else None
+
+
 LMCACHE = "LMCacheConnectorV1"
 
 
@@ -78,6 +83,9 @@ CONDITIONS: dict[str, Condition] = {
     "window": Condition("a KV cache group has a sliding window"),
     "states": Condition("a KV cache group has states, such as Mamba layers"),
     "adapters": Condition("LoRA adapters are served", _above("loras", 0), "lora"),
+    "encoder inputs": Condition("requests have images or other encoder inputs", _encoder),
+    "encoder-decoder": Condition("the model is an encoder-decoder, such as Whisper", _encoder),
+    "priority": Condition("the scheduling policy is priority", _equals("policy", "priority")),
     "connector": Condition("a KV connector is configured", _connector(), "connector"),
     "lmcache": Condition(f"{LMCACHE} is the connector", _lmcache, "lmcache"),
     "bundled adapter": Condition("`use_native` selects the adapter that vLLM bundles", _bundled, "bundled"),

@@ -423,6 +423,33 @@ FIGURES: tuple[Figure, ...] = (
         part_of="loaded_again",
         counters=(_by_tier("loaded_again", "Repeat loads, by the tier that the connector reported."),),
     ),
+    # the encoder outputs that the prompt's inputs needed
+    Figure(
+        "encoder_computed",
+        "encoder embeddings that were computed for the request",
+        Slot("encoder_computed"),
+        "embeddings",
+        counters=(
+            Counter(
+                "kvledger_encoder_computed_embeddings",
+                "Encoder cache",
+                "Encoder embeddings that steps computed.",
+            ),
+        ),
+    ),
+    Figure(
+        "encoder_cached",
+        "encoder embeddings that the encoder cache had when the request first read them, in each life",
+        Slot("encoder_cached"),
+        "embeddings",
+        counters=(
+            Counter(
+                "kvledger_encoder_cached_embeddings",
+                "Encoder cache",
+                "Encoder embeddings that the encoder cache had for a request.",
+            ),
+        ),
+    ),
     # the weights that KV was computed under, once they have changed
     Figure(
         "output_tokens",

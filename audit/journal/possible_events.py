@@ -168,6 +168,36 @@ def _tiers_reported(event: ev.TiersReported) -> str:
     return _too_large("tokens", event.tokens)
 
 
+def _encoder_inputs(event: ev.EncoderInputsSeen) -> str:
+    rows = event.rows
+    if len(rows) % 4:
+        return "rows does not hold 4 numbers for each input"
+    sizes = [*rows[1::4], *rows[2::4], *rows[3::4]]
+    return "an input has a negative size" if sizes and min(sizes) < 0 else _too_large("rows", sizes)
+
+
+def _encoder_cache(event: ev.EncoderCacheSeen) -> str:
+    if len(event.entries or ()) % 2:
+        return "entries does not hold 2 numbers for each output"
+    return _within(event, 0, "size") or _within(event, -LARGEST, "free")
+
+
+def _encoder_used(event: ev.EncoderCacheUsed) -> str:
+    rows = event.rows
+    if len(rows) % 3:
+        return "rows does not hold 3 numbers for each operation"
+    for place in range(0, len(rows), 3):
+        code, request, of = rows[place : place + 3]
+        if not ev.ENCODER_HIT <= code <= ev.ENCODER_CLEARED:
+            return f"an operation has the code {code}"
+        if code in _OF_INPUTS and (request < 0 or not 0 <= of <= LARGEST):
+            return f"an operation is of input {of} of request {request}"
+    return _within(event, -LARGEST, "free")
+
+
+_OF_INPUTS = frozenset((ev.ENCODER_HIT, ev.ENCODER_RESERVED, ev.ENCODER_COMPUTED))
+
+
 def _in_rows_of(length: int, name: str, numbers: Sequence[int]) -> str:
     if len(numbers) % length:
         return f"{name} does not hold {length} numbers for each block"
@@ -288,6 +318,9 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.BlockCopied: _block_copied,
     ev.BlocksPromised: _blocks_promised,
     ev.TiersReported: _tiers_reported,
+    ev.EncoderInputsSeen: _encoder_inputs,
+    ev.EncoderCacheSeen: _encoder_cache,
+    ev.EncoderCacheUsed: _encoder_used,
     pool_calls.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
     pool_calls.BlocksTouched: _references,
     pool_calls.BlocksFreed: _references,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from .. import causes
 from ..events import RequestLabels
+from .encoder_cache import EncoderInput
 from .life import InFlight, Life, life_statement
 from .position_ranges import Losses, PositionRanges
 from .statements import AccountStatement, CachedRange, GroupBlock, Line, Settlement
@@ -36,6 +37,10 @@ class Account:
         "decode_parts",
         "discarded",
         "drafted",
+        "encoder_cached",
+        "encoder_computed",
+        "encoder_inputs",
+        "encoder_read",
         "executed_again",
         "executed_first",
         "first_output",
@@ -253,6 +258,14 @@ class Account:
         """Settled prompt tokens with KV of older weights, by how much older."""
         self.discarded: dict[str, int] = {}
         """Computed tokens at the end of each life, by the cause of the end."""
+        self.encoder_inputs: list[EncoderInput] = []
+        """The encoder inputs, once an event has spoken of one."""
+        self.encoder_read: dict[int, int] = {}
+        """The inputs that were read, by their index, and in which life."""
+        self.encoder_computed = 0
+        """Encoder embeddings that steps computed for the request."""
+        self.encoder_cached = 0
+        """Encoder embeddings that the encoder cache had when the request first read them, in each life."""
         self.saved_tokens = 0
         """End of the last positions that an observed order of the connector saves."""
 

@@ -115,6 +115,7 @@ def roll_back(
         return
     account.losses.add(max(start, alive_from), delivered_end(account, end), cause)
     account.computed = start
+    account.encoder_read.clear()
     if account.life is not None:
         add_tokens(account.life.rolled_back, cause, tokens)
         if cause != causes.LOAD_FAILED:

@@ -90,6 +90,7 @@ def forget(state: LedgerState, reason: str) -> None:
     state.blocks.forget()
     state.weights.cached_since = UNKNOWN
     state.transfers.forget()
+    state.encoder.forget()
 
 
 def _census(state: LedgerState, event: ev.Census) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from .. import events as ev
 from .account import Account
 from .blocks.entries import Subject
+from .encoder_cache import EncoderInput
 from .kv_differences import StreamSubject
 from .statements import Settlement
 
@@ -429,6 +430,35 @@ class ContentRecomputed(NamedTuple):
     story: list[str]
 
 
+class EncoderBudget(NamedTuple):
+    """The engine's count of free embeddings of its encoder cache differs from that of the entries.
+
+    ``shared``: outputs stay for later requests; else ``expected`` is the most that can be free.
+    """
+
+    size: int
+    free: int
+    expected: int
+    shared: bool
+    step: int
+
+
+class EncoderOutputEvicted(NamedTuple):
+    """An encoder output left the cache, and a running request has still to read it for ``tokens``."""
+
+    item: EncoderInput
+    tokens: int
+    step: int
+
+
+class EncoderOutputMissing(NamedTuple):
+    """A step reads an encoder output for ``tokens`` that is cached for the engine, and no worker has it."""
+
+    item: EncoderInput
+    tokens: int
+    step: int
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """One subject, and its account as it stood right after posting.
 
@@ -471,6 +501,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | ContentTransfer
         | ContentStored
         | ContentRecomputed
+        | EncoderBudget
+        | EncoderOutputEvicted
+        | EncoderOutputMissing
         | StreamSubject
         | Settlement
         | Subject

@@ -18,6 +18,7 @@ from .account import Account
 from .accounts import close_unseen, enter_subjects, make_unknown, see_demand
 from .blocks.ledger import BlockLedger
 from .content_postings import CONTENTS
+from .encoder_postings import ENCODER
 from .engine_postings import OBSERVATION, forget
 from .entries import Entry
 from .ledger_state import LedgerState
@@ -74,6 +75,7 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
     **CONTENTS,
     **CUSTODY,
     **RECOMPUTED,
+    **ENCODER,
     **dict.fromkeys(BlockLedger.EVENTS, _block),
 }
 """The posting function of every event."""

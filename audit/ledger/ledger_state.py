@@ -13,6 +13,7 @@ from .. import events as ev
 from .account import Account
 from .blocks.ledger import BlockLedger
 from .content_state import ContentState
+from .encoder_cache import EncoderCache
 from .entries import Entry
 from .queue_clock import QueueClock
 from .sketch_state import SketchState
@@ -132,6 +133,8 @@ class LedgerState:
         """The versions of the weights."""
         self.blocks = BlockLedger(self.weights)
         """The ledger of blocks."""
+        self.encoder = EncoderCache()
+        """The encoder cache."""
         self.contents = ContentState()
         """What workers found out about the contents of blocks."""
         self.custody = CustodyState()

@@ -40,6 +40,7 @@ from ..ledger.blocks.pool_contents import PoolContents
 from ..ledger.blocks.records import Absent, LifeLacks, Pool
 from ..ledger.cache_changes import Change
 from ..ledger.content_state import ContentState
+from ..ledger.encoder_cache import EncoderCache, EncoderInput
 from ..ledger.kv_comparison import KVComparison
 from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap
 from ..ledger.kv_stream import KVEvent
@@ -71,6 +72,7 @@ OBJECTS: tuple[type, ...] = (
     ContentState,
     CustodyState,
     SketchState,
+    EncoderCache,
     QueueClock,
     StepClock,
     Weights,
@@ -109,6 +111,7 @@ STRUCTS: tuple[type, ...] = (
     NotInCache,
     OpenRequest,
     Progress,
+    EncoderInput,
 )
 """msgspec structs and named tuples, written and checked by their types."""
 
@@ -137,6 +140,7 @@ REBUILT: dict[type, frozenset[str]] = {
     ContentState: frozenset(),
     CustodyState: frozenset(),
     SketchState: frozenset(),
+    EncoderCache: frozenset(),
     QueueClock: frozenset(),
     StepClock: frozenset(),
     RecordedEvents: frozenset(
@@ -228,6 +232,7 @@ _BLANK: dict[type, Callable[[], Any]] = {
     ContentState: ContentState,
     CustodyState: CustodyState,
     SketchState: SketchState,
+    EncoderCache: EncoderCache,
     QueueClock: QueueClock,
     StepClock: StepClock,
     Weights: Weights,

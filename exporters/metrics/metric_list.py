@@ -351,6 +351,12 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "Encoder cache",
+        "Where the encoder outputs of multimodal requests came from, in embeddings, as vLLM sizes its "
+        "encoder cache. A request that is looked up again after a preemption counts again.",
+        of_figures("Encoder cache"),
+    ),
+    Group(
         "External tokens",
         "What the connector promised, and what was loaded: promised = loaded + failed or cancelled "
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "

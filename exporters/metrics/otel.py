@@ -45,6 +45,7 @@ UNITS = {
     "blocks": "{block}",
     "turns": "{turn}",
     "bytes": "By",
+    "embeddings": "{embedding}",
     "ratio": "1",
     "requests": "{request}",
     "seconds": "s",

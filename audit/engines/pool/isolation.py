@@ -49,7 +49,7 @@ class IsolationClasses:
                 self._class("adapter", adapter.lora_name, adapter.lora_path) if adapter else 0,
             ]
             for start, identifier in inputs:
-                classes += (self._class("input", identifier), start)
+                classes += (self.of_input(identifier), start)
             return classes
         except Exception:  # an observer must never stop the engine; the request's classes are unknown
             return None
@@ -57,6 +57,10 @@ class IsolationClasses:
     def of_salt(self, salt: str) -> int:
         """The class of a cache salt."""
         return self._class("salt", salt)
+
+    def of_input(self, identifier: str) -> int:
+        """The class of a multimodal input."""
+        return self._class("input", identifier)
 
     def keys(self, tokens: list[int], prefix: str, chunk_tokens: int) -> list[int]:
         """A keyed hash for each whole chunk of ``tokens``, over all tokens up to its end and ``prefix``."""

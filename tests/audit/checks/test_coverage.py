@@ -22,7 +22,7 @@ from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.events import EngineStarted
 from kvledger.audit.faults.releases import EXAMINED
 
-WITH_ALL = {"connector": "C", "plan": "read", "kv_events_port": 5557}
+WITH_ALL = {"connector": "C", "plan": "read", "kv_events_port": 5557, "encoder_cache": 2048}
 
 
 def engine(level: str = "tokens", version: str = "0.33.0", **settings: Any) -> EngineStarted:

@@ -127,6 +127,10 @@ def test_shared_blocks_that_leave_the_window_are_clean(watched: Watched) -> None
 # --- cross-attention ------------------------------------------------------------------------------
 
 
+CREDITED = ["encoder/free-space"]
+"""Each output frees the space of the encoder input once more (vLLM#55733)."""
+
+
 class WatchedEncoders(Watched):
     """Engines whose second group holds the output of an encoder."""
 
@@ -169,7 +173,7 @@ def test_a_cross_attention_table_is_as_long_as_the_encoder_input(encoders: Watch
         driver.step()
 
     assert (7, 4) == (len(driver.blocks("a", FULL)), len(driver.blocks("a", CROSS)))
-    assert [] == encoders.violation_ids()
+    assert CREDITED == encoders.violation_ids()
 
 
 @near_miss("blocks/leak")
@@ -182,7 +186,7 @@ def test_cross_attention_blocks_are_freed_with_their_request(encoders: WatchedEn
         driver.preempt("b")
     driver.run()
 
-    assert [] == encoders.violation_ids()
+    assert CREDITED == encoders.violation_ids()
 
 
 @violates("blocks/leak")

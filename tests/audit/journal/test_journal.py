@@ -191,6 +191,23 @@ def equally_long(*names: str, of: st.SearchStrategy[Any]) -> st.SearchStrategy[d
     return st.lists(of, max_size=6).map(lambda some: dict.fromkeys(names, some))
 
 
+@st.composite
+def tiers_reported(draw: st.DrawFn) -> dict[str, Any]:
+    tiers = draw(st.dictionaries(TEXT, NUMBERS, max_size=4))
+    return {"tiers": list(tiers), "tokens": list(tiers.values())}
+
+
+@st.composite
+def encoder_cache_used(draw: st.DrawFn) -> dict[str, Any]:
+    sizes = st.integers(0, 2**53)
+    operations = st.tuples(st.integers(ev.ENCODER_HIT, ev.ENCODER_CLEARED), sizes, sizes)
+    return {"rows": flattened(draw(st.lists(operations, max_size=4)))}
+
+
+def sized(rows: list[int]) -> list[int]:
+    return [max(0, one) for one in rows]
+
+
 LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.Stepped: st.fixed_dictionaries({"changed": flat(4).map(lambda rows: [abs(one) for one in rows])}),
     ev.Delivered: st.fixed_dictionaries({"changed": flat(2)}),
@@ -211,6 +228,12 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
     ev.BlocksMoved: blocks_moved(),
     ev.BlocksSketched: blocks_sketched(),
     ev.KVEventsReceived: kv_events(),
+    ev.TiersReported: tiers_reported(),
+    ev.EncoderInputsSeen: st.fixed_dictionaries({"rows": flat(4).map(sized)}),
+    ev.EncoderCacheSeen: st.fixed_dictionaries(
+        {"size": st.integers(0, 2**53), "entries": st.none() | flat(2)}
+    ),
+    ev.EncoderCacheUsed: encoder_cache_used(),
     pool_calls.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
     pool_calls.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
     pool_calls.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
@@ -268,6 +291,13 @@ def test_every_event_is_read_as_it_was_recorded(
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [5], b""), "1 blocks have 0 bytes"),
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"x" * 16), "0 blocks have 16 bytes"),
         (ev.BlocksMoved(1, 1, 0, True, 0, "k", True, [], b"", [5]), "differed does not hold 2 numbers"),
+        (ev.EncoderInputsSeen(1, 0, [5, 0, 4]), "rows does not hold 4 numbers for each input"),
+        (ev.EncoderInputsSeen(1, 0, [5, 0, -4, 4]), "an input has a negative size"),
+        (ev.EncoderCacheSeen(1, 0, 9, 9, True, False, [5]), "entries does not hold 2 numbers"),
+        (ev.EncoderCacheSeen(1, 0, -9, 9, True, False), "size is -9"),
+        (ev.EncoderCacheUsed(1, 0, 9, [0, 1]), "rows does not hold 3 numbers for each operation"),
+        (ev.EncoderCacheUsed(1, 0, 9, [6, 1, 1]), "an operation has the code 6"),
+        (ev.EncoderCacheUsed(1, 0, 9, [0, 1, -1]), "an operation is of input -1 of request 1"),
         (ev.BlocksSketched(1, 1, 0, 0, "k", 0, [], b""), "a sketch has 0 projections"),
         (ev.BlocksSketched(1, 1, 0, 0, "k", 2, [5], b"x" * 17), "1 blocks have 17 bytes of sketches"),
         (ev.BlocksSketched(1, 1, 0, 0, "k", 2, [5], b"x" * 8), "1 blocks have 8 bytes of sketches"),

@@ -1,0 +1,151 @@
+"""The encoder cache of a multimodal engine: what each step hits, reserves, evicts and computes.
+
+The manager is vLLM's ``vllm/v1/core/encoder_cache_manager.py``, since 0.11, or one that an engine is
+configured with. Its methods run only for requests with encoder inputs; a model of text has no watch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import events as ev
+from ..hooks import Hook, Hooks
+from .pool.isolation import IsolationClasses
+from .step_log import StepLog
+
+TABLE: tuple[Hook, ...] = (
+    Hook("", "check_and_update_cache", (("request", "input_id"),), after="checked"),
+    Hook("", "can_allocate", (), after="made_room"),
+    Hook("", "allocate", (("request", "input_id"),), after="reserved"),
+    Hook("", "reset", ((),), after="cleared", optional=True),
+)
+DESCRIBED = 1024
+"""After so many requests, all are described again, so that ended ones are forgotten."""
+
+
+class EncoderWatch:
+    """Observes the encoder cache of one scheduler."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        log: StepLog,
+        step: Callable[[], int],
+        classes: IsolationClasses,
+        failed: Callable[[str, Exception, bool], None],
+        raised: Callable[[str, Exception], None],
+    ) -> None:
+        self._scheduler = scheduler
+        """vLLM's scheduler."""
+        self._manager = scheduler.encoder_cache_manager
+        """vLLM's manager of the encoder cache."""
+        self._log = log
+        """Receives the events."""
+        self._step = step
+        """Returns the number of the current step."""
+        self._classes = classes
+        """Hashes the identities of inputs."""
+        self._rows: list[int] = []
+        """The operations of the present step."""
+        self._freed = len(getattr(self._manager, "freed", ()))
+        """How many of the manager's evictions are noted."""
+        self._described: dict[int, int] = {}
+        """How many inputs of each request are described in this segment."""
+
+        def in_manager(method: str, error: Exception) -> None:
+            raised(f"encoder_cache_manager.{method}", error)
+
+        self._hooks = Hooks(TABLE, self._manager, self, failed, raised=in_manager)
+        """The hooks on the manager."""
+
+    def remove(self) -> None:
+        """Restore the manager."""
+        self._hooks.remove()
+
+    def begin_segment(self) -> None:
+        """Emit ``EncoderCacheSeen`` with all entries."""
+        self._described = {}
+        sizes = getattr(self._manager, "num_embeds_by_hash", {})
+        entries: list[int] = []
+        for identifier in getattr(self._manager, "cached", ()):
+            entries += (self._classes.of_input(identifier), sizes.get(identifier, -1))
+        self._seen(entries)
+
+    def census(self) -> None:
+        """Emit ``EncoderCacheSeen``."""
+        self._seen(None)
+
+    def _seen(self, entries: list[int] | None) -> None:
+        size, free = self._manager.cache_size, self._manager.num_free_slots
+        loads = getattr(self._scheduler, "ec_connector", None) is not None
+        shared = hasattr(self._manager, "freeable")
+        self._log.emit(ev.EncoderCacheSeen(self._log.now(), self._step(), size, free, shared, loads, entries))
+
+    # --- the manager's methods --------------------------------------------------------------------------
+
+    def checked(self, _: None, result: Any, request: Any, input_id: int) -> None:
+        """``check_and_update_cache`` returned whether the cache has the output of an input."""
+        if result:
+            self._note(ev.ENCODER_HIT, request, input_id)
+
+    def made_room(self, _: None, __: Any, *___: Any, **____: Any) -> None:
+        """``can_allocate`` may have evicted outputs."""
+        freed = getattr(self._manager, "freed", ())
+        for identifier in freed[self._freed :]:
+            self._rows += (ev.ENCODER_EVICTED, -1, self._classes.of_input(identifier))
+        self._freed = len(freed)
+
+    def reserved(self, _: None, __: Any, request: Any, input_id: int) -> None:
+        """``allocate`` reserved space for the output of an input."""
+        self._note(ev.ENCODER_RESERVED, request, input_id)
+
+    def cleared(self, _: None, __: Any) -> None:
+        """``reset`` emptied the cache."""
+        self._freed = 0
+        self._rows += (ev.ENCODER_CLEARED, -1, 0)
+
+    def scheduled(self, output: Any) -> None:
+        """``schedule`` returned. Emits ``EncoderCacheUsed`` if the step used the cache."""
+        computed, removed = output.scheduled_encoder_inputs, output.free_encoder_mm_hashes
+        if not (self._rows or computed or removed):
+            return
+        for request_id, inputs in computed.items():
+            request = self._scheduler.requests[request_id]
+            for input_id in inputs:
+                self._note(ev.ENCODER_COMPUTED, request, input_id)
+        for identifier in removed:
+            self._rows += (ev.ENCODER_REMOVED, -1, self._classes.of_input(identifier))
+        self._freed = len(getattr(self._manager, "freed", ()))
+        rows, self._rows = self._rows, []
+        self._log.emit(ev.EncoderCacheUsed(self._log.now(), self._step(), self._manager.num_free_slots, rows))
+
+    def _note(self, code: int, request: Any, input_id: int) -> None:
+        number = self._log.ids.get(request.request_id)
+        if number is None:
+            return
+        features = request.mm_features
+        if self._described.get(number) != len(features):
+            self._describe(number, request, features)
+        self._rows += (code, number, input_id)
+
+    def _describe(self, number: int, request: Any, features: Any) -> None:
+        """Emit ``EncoderInputsSeen``."""
+        embeddings = getattr(request, "get_num_encoder_embeds", None) or request.get_num_encoder_tokens
+        rows: list[int] = []
+        for place, feature in enumerate(features):
+            position = feature.mm_position
+            identity = self._classes.of_input(feature.identifier)
+            rows += (identity, position.offset, position.length, embeddings(place))
+        if len(self._described) >= DESCRIBED:
+            self._described = {}
+        self._described[number] = len(features)
+        self._log.emit(ev.EncoderInputsSeen(self._log.now(), number, rows))
+
+
+def has_encoder_cache(scheduler: Any) -> bool:
+    """Whether the scheduler has an encoder cache that a watch can observe."""
+    manager = getattr(scheduler, "encoder_cache_manager", None)
+    if manager is None or not getattr(manager, "cache_size", 0):
+        return False
+    return hasattr(manager, "freeable") or hasattr(manager, "allocated")  # else before 0.11
