@@ -430,6 +430,22 @@ def prefixes(
         return Report(report.prefixes(places, most=top, run=run), report.render, report.as_csv)
 
 
+@command(opt.AUDIT, "store /var/lib/kvledger", "store /var/lib/kvledger --format json")
+def store(
+    paths: list[Path] = opt.BLOCK_PATHS,
+    format: str = opt.TABLE,
+    read: Reading = JOBS,
+) -> Report:
+    """Sum up what the connector's store returned: KV stored, read and never read, seconds waited and saved.
+
+    What is stored is known at level blocks, of connectors whose metadata kvledger reads.
+    """
+    from .exporters.reports import store as report
+
+    with read.journals(paths) as (places, _, run):
+        return Report(report.store(places, run=run), report.render, report.as_csv)
+
+
 @command(opt.AUDIT, "turns /var/lib/kvledger", "turns /var/lib/kvledger --session chat-42")
 def turns(
     paths: list[Path] = opt.BLOCK_PATHS,

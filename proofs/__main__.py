@@ -25,6 +25,7 @@ NAMES = (
     "repro",
     "routed",
     "simulate",
+    "store",
     "trl",
     "turns",
     "upstream",

@@ -104,6 +104,7 @@ class Loads(Sums):
     """External loads. ``waited_us``: from an admission with an asynchronous load to the end of the load."""
 
     asynchronous: int = 0
+    synchronous: int = 0
     waited_us: int = 0
     asynchronous_tokens: int = 0
     synchronous_tokens: int = 0
@@ -112,21 +113,31 @@ class Loads(Sums):
     vain_us: int = 0
     """The part of ``waited_us`` after which no promised token was loaded."""
 
+    @property
+    def loads(self) -> int:
+        """How many there were."""
+        return self.asynchronous + self.synchronous
+
     def add(self, account: Account) -> None:
         """Add one request's loads."""
         for life in account.lives:
-            if life.asynchronous:
-                until = _load_end(life)
-                if until is None:
-                    continue
-                self.asynchronous += 1
-                self.waited_us += until - life.began_at
-                self.asynchronous_tokens += life.loaded
-                if not life.loaded:
-                    self.vain_us += until - life.began_at
-            else:
-                self.synchronous_tokens += life.loaded
-            self.not_saved_tokens += sum(life.voided.get(cause, 0) for cause in NOT_SAVED)
+            self.add_life(life)
+
+    def add_life(self, life: Life) -> None:
+        """Add the load of one life, if it has one."""
+        if life.asynchronous:
+            until = _load_end(life)
+            if until is None:
+                return
+            self.asynchronous += 1
+            self.waited_us += until - life.began_at
+            self.asynchronous_tokens += life.loaded
+            if not life.loaded:
+                self.vain_us += until - life.began_at
+        else:
+            self.synchronous += life.loaded > 0
+            self.synchronous_tokens += life.loaded
+        self.not_saved_tokens += sum(life.voided.get(cause, 0) for cause in NOT_SAVED)
 
 
 class CostTally(Sums):

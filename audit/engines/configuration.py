@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import events as ev
 from .connectors.worker_side import transfer_of
-from .encoder_watch import has_encoder_cache
 
 SCHEDULER = (
     "scheduler_reserve_full_isl",
@@ -66,8 +65,6 @@ def configuration_of(
     }
     replay = int(getattr(scheduler, "prefix_replay_tokens", 0))
     settings |= {"replay_tokens": replay} if replay else {}
-    has_encoder = has_encoder_cache(scheduler)
-    settings["encoder_cache"] = int(scheduler.encoder_cache_manager.cache_size) if has_encoder else None
     return settings | _scheduler_settings(config) | kv_events(scheduler)
 
 

@@ -1,18 +1,17 @@
 """The encoder cache of a multimodal engine: what each step hits, reserves, evicts and computes.
 
-The manager is vLLM's ``vllm/v1/core/encoder_cache_manager.py``, since 0.11, or one that an engine is
+The manager is vLLM's ``vllm/v1/core/encoder_cache_manager.py``, since 0.10.2, or one that an engine is
 configured with. Its methods run only for requests with encoder inputs; a model of text has no watch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .. import events as ev
-from ..hooks import Hook, Hooks
+from ..hooks import EngineMismatch, Hook, Hooks
+from .observer import Observer
 from .pool.isolation import IsolationClasses
-from .step_log import StepLog
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "check_and_update_cache", (("request", "input_id"),), after="checked"),
@@ -27,24 +26,16 @@ DESCRIBED = 1024
 class EncoderWatch:
     """Observes the encoder cache of one scheduler."""
 
-    def __init__(
-        self,
-        scheduler: Any,
-        log: StepLog,
-        step: Callable[[], int],
-        classes: IsolationClasses,
-        failed: Callable[[str, Exception, bool], None],
-        raised: Callable[[str, Exception], None],
-    ) -> None:
-        self._scheduler = scheduler
+    def __init__(self, observer: Observer) -> None:
+        self._scheduler = observer.scheduler
         """vLLM's scheduler."""
-        self._manager = scheduler.encoder_cache_manager
+        self._manager = observer.scheduler.encoder_cache_manager
         """vLLM's manager of the encoder cache."""
-        self._log = log
+        self._log = observer.log
         """Receives the events."""
-        self._step = step
-        """Returns the number of the current step."""
-        self._classes = classes
+        self._observer = observer
+        """Has the number of the current step."""
+        self._classes = IsolationClasses()
         """Hashes the identities of inputs."""
         self._rows: list[int] = []
         """The operations of the present step."""
@@ -53,11 +44,16 @@ class EncoderWatch:
         self._described: dict[int, int] = {}
         """How many inputs of each request are described in this segment."""
 
-        def in_manager(method: str, error: Exception) -> None:
-            raised(f"encoder_cache_manager.{method}", error)
+        def raised(method: str, error: Exception) -> None:
+            observer.engine_raised(f"encoder_cache_manager.{method}", error)
 
-        self._hooks = Hooks(TABLE, self._manager, self, failed, raised=in_manager)
+        self._hooks = Hooks(TABLE, self._manager, self, observer._hook_failed, raised=raised)
         """The hooks on the manager."""
+
+    @property
+    def size(self) -> int:
+        """How many embeddings the cache has."""
+        return int(self._manager.cache_size)
 
     def remove(self) -> None:
         """Restore the manager."""
@@ -77,10 +73,12 @@ class EncoderWatch:
         self._seen(None)
 
     def _seen(self, entries: list[int] | None) -> None:
-        size, free = self._manager.cache_size, self._manager.num_free_slots
+        size, free = self.size, self._manager.num_free_slots
         loads = getattr(self._scheduler, "ec_connector", None) is not None
         shared = hasattr(self._manager, "freeable")
-        self._log.emit(ev.EncoderCacheSeen(self._log.now(), self._step(), size, free, shared, loads, entries))
+        self._log.emit(
+            ev.EncoderCacheSeen(self._log.now(), self._observer.step, size, free, shared, loads, entries)
+        )
 
     # --- the manager's methods --------------------------------------------------------------------------
 
@@ -118,7 +116,9 @@ class EncoderWatch:
             self._rows += (ev.ENCODER_REMOVED, -1, self._classes.of_input(identifier))
         self._freed = len(getattr(self._manager, "freed", ()))
         rows, self._rows = self._rows, []
-        self._log.emit(ev.EncoderCacheUsed(self._log.now(), self._step(), self._manager.num_free_slots, rows))
+        self._log.emit(
+            ev.EncoderCacheUsed(self._log.now(), self._observer.step, self._manager.num_free_slots, rows)
+        )
 
     def _note(self, code: int, request: Any, input_id: int) -> None:
         number = self._log.ids.get(request.request_id)
@@ -143,9 +143,14 @@ class EncoderWatch:
         self._log.emit(ev.EncoderInputsSeen(self._log.now(), number, rows))
 
 
-def has_encoder_cache(scheduler: Any) -> bool:
-    """Whether the scheduler has an encoder cache that a watch can observe."""
-    manager = getattr(scheduler, "encoder_cache_manager", None)
+def watch_encoder_cache(observer: Observer) -> EncoderWatch | None:
+    """Observe the encoder cache of an engine; None if it has none, or one of another kind."""
+    manager = getattr(observer.scheduler, "encoder_cache_manager", None)
     if manager is None or not getattr(manager, "cache_size", 0):
-        return False
-    return hasattr(manager, "freeable") or hasattr(manager, "allocated")  # else before 0.11
+        return None
+    if not (hasattr(manager, "freeable") or hasattr(manager, "allocated")):
+        return None  # before 0.10.2 no request shares an output
+    try:
+        return EncoderWatch(observer)
+    except EngineMismatch:
+        return None

@@ -20,7 +20,6 @@ from ..hooks import Hook, Hooks
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .content.attached import AttachedContent
-from .encoder_watch import EncoderWatch, has_encoder_cache
 from .pool.isolation import IsolationClasses
 from .pool.pool_watch import PoolWatch
 from .request_labels import GROUP, SESSION, LabelReader, pattern
@@ -84,8 +83,6 @@ class Observer:
         """Observes the block pools; None at level ``tokens``."""
         self.connector: ConnectorWatch | None = None
         """Observes the scheduler side of the KV connector; None without a connector."""
-        self.encoder: EncoderWatch | None = None
-        """Observes the encoder cache; None without one."""
         self.instance: dict[str, ev.Setting] = {}
         """Settings that tell this engine from others whose process ids may be the same."""
         self.worker: WorkerWatch | None = None
@@ -137,15 +134,6 @@ class Observer:
                     self.engine_raised,
                     classes,
                 )
-            if has_encoder_cache(self.scheduler):
-                self.encoder = EncoderWatch(
-                    self.scheduler,
-                    self.log,
-                    self._step_now,
-                    classes or IsolationClasses(),
-                    self._hook_failed,
-                    self.engine_raised,
-                )
         except Exception:
             if self.pools is not None:
                 self.pools.remove()
@@ -168,8 +156,6 @@ class Observer:
             self._last_look()
         if self.connector is not None:
             self.connector.remove()
-        if self.encoder is not None:
-            self.encoder.remove()
         self.weights.remove()
         if self.worker is not None:
             self.worker.remove()
@@ -250,8 +236,6 @@ class Observer:
         self._last_census = self.step, now
         if self.pools is not None:
             self.pools.begin_segment()
-        if self.encoder is not None:
-            self.encoder.begin_segment()
         if self.content is not None:
             self.content.begin_segment()
 

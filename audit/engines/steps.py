@@ -17,6 +17,7 @@ from typing import Any
 from .. import events as ev
 from ..text import cut_id, cut_priority
 from .admissions import Admissions
+from .encoder_watch import EncoderWatch
 from .ends_of_lives import Lives
 from .engine_counts import EngineCounts
 from .loads import Loads
@@ -57,6 +58,8 @@ class Steps:
         """Has the failed loads, and emits rollbacks."""
         self._lives = lives
         """Has the current output and the requests that ended in it."""
+        self.encoder: EncoderWatch | None = None
+        """Observes the encoder cache; None without one."""
         diffuses = getattr(self._scheduler.vllm_config, "diffusion_config", None) is not None
         self._one_at_most = getattr(self._scheduler, "num_spec_tokens", -1) == 0 and not diffuses
         """Without drafts and diffusion a request samples at most one token a step."""
@@ -136,8 +139,8 @@ class Steps:
             observer.idle_calls += 1
         if pools is not None:
             pools.admitted(output)
-        if observer.encoder is not None:
-            observer.encoder.scheduled(output)
+        if self.encoder is not None:
+            self.encoder.scheduled(output)
         observer.in_step = False
 
     # --- an output ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from .admissions import Admissions
 from .configuration import configuration_of
 from .connectors.worker_side import WorkerWatch, worker_in_this_process
 from .content.attached import watch_content
+from .encoder_watch import watch_encoder_cache
 from .ends_of_lives import Lives
 from .engine_counts import EngineCounts
 from .loads import Loads
@@ -67,16 +68,28 @@ class V1Observer(Observer):
 
     def start(self, boundary: Any = None) -> None:
         """Wrap the scheduler. Raises :class:`~kvledger.audit.hooks.EngineMismatch` with nothing wrapped."""
-        super().start(boundary)
+        self.steps.encoder = watch_encoder_cache(self)
+        try:
+            super().start(boundary)
+        except Exception:
+            self._stop_encoder_watch()
+            raise
         self.admissions.started()
 
     def stop(self, reason: str) -> None:
         self.admissions.queue.unwrap()
         super().stop(reason)
+        self._stop_encoder_watch()
+
+    def _stop_encoder_watch(self) -> None:
+        if self.steps.encoder is not None:
+            self.steps.encoder.remove()
 
     def begin_segment(self) -> None:
         super().begin_segment()
         self.admissions.queue.begin_segment()
+        if self.steps.encoder is not None:
+            self.steps.encoder.begin_segment()
 
     def watch_worker(self, connector: Any = None) -> None:
         """Observe the connector's worker side too, where it runs in this process and has no journal."""
@@ -111,9 +124,10 @@ class V1Observer(Observer):
 
     def configuration(self) -> dict[str, ev.Setting]:
         metadata_read = self.connector is not None and self.connector.reader is not None
+        encoder = self.steps.encoder
         return configuration_of(
             self.scheduler, figures=self.FIGURES, metadata_read=metadata_read, census_steps=CENSUS_STEPS
-        )
+        ) | {"encoder_cache": None if encoder is None else encoder.size}
 
     def snapshot_rows(self) -> list[ev.SnapshotRow]:
         requests = self.scheduler.requests.values()
@@ -163,8 +177,8 @@ class V1Observer(Observer):
         waiting = scheduler.get_request_counts()[1]
         free = pool.get_num_free_blocks()
         blocks, timed = pool.num_gpu_blocks, self.hook_time()
-        if self.encoder is not None:
-            self.encoder.census()
+        if self.steps.encoder is not None:
+            self.steps.encoder.census()
         idle, self.idle_calls = self.idle_calls, 0
         ready = sum(map(counts.ready, scheduler.requests.values())) if idle else -1
         queued = self._misqueued()

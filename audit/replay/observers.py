@@ -8,10 +8,21 @@ from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
+from ..analysis.store_return import LoadsByTier, StoreContents
 from ..analysis.trace_reader import TRACE_EVENTS
 from ..analysis.turns import LiveTurnState, TurnCounts
 from ..checks.auditor import Verdict
-from ..events import Admitted
+from ..events import (
+    Admitted,
+    BlocksCached,
+    BlocksPromised,
+    BlocksSaved,
+    Finished,
+    LoadFailed,
+    PoolCalls,
+    Preempted,
+    Stepped,
+)
 from ..ledger.account import Account
 from .engine_audit import EngineAudit
 from .metrics_state import METRICS_HANDLERS, MetricsState
@@ -67,6 +78,36 @@ class Lost(Observer):
 
     kind = CostTally
     sums: CostTally
+
+    def add(self, account: Account) -> None:
+        """Add one request."""
+        self.sums.add(account)
+
+
+class Stored(Observer):
+    """Adds up loads by tier, and follows what the connector stored and loaded, which :attr:`store` has."""
+
+    kind = LoadsByTier
+    sums: LoadsByTier
+
+    def __init__(self, audit: EngineAudit) -> None:
+        self.store = StoreContents(audit.auditor.ledger.blocks)
+        """The contents of the store."""
+        super().__init__(audit)
+
+    def handlers(self) -> Handlers:
+        """What is stored, loaded and cached."""
+        store = self.store
+        return {
+            BlocksSaved: store.saved,
+            BlocksPromised: store.promised,
+            LoadFailed: store.failed,
+            Finished: store.ended,
+            Preempted: store.ended,
+            PoolCalls: store.called,
+            BlocksCached: store.cached,
+            Stepped: store.scheduled,
+        }
 
     def add(self, account: Account) -> None:
         """Add one request."""

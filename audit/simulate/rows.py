@@ -24,8 +24,9 @@ from .step_changes import STEP_HANDLERS, StepChanges
 NOT_SIMULATED = (
     *("sampled_misses", "suspect_outputs", "older_hits", "older_loads", "older_prompt"),
     *("promised_by_tier", "loaded_by_tier", "voided_by_tier", "loaded_again_by_tier"),
+    *("encoder_computed", "encoder_cached"),
 )
-"""Figures that a simulation has no part in: samples by a secret of the process, weights, and tiers."""
+"""Figures that a simulation has no part in: samples by a secret of the process, weights, tiers, encoders."""
 
 COMPARED = tuple(
     figure

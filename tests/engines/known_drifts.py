@@ -21,6 +21,7 @@ _SCENARIOS = {
         replayed_window_async replayed_window_sync
     """,
     "recomputed-prompt-missing": """
+        image_of_a_request_preempted_in_its_step
         load_failure_after_a_preemption_async load_failure_after_a_preemption_sync
         crowd_async crowd_async_consumer crowd_async_external crowd_async_speculative crowd_external
         crowd_hybrid crowd_sync double_allocation_after_preemption_two_groups
@@ -33,6 +34,8 @@ _SCENARIOS = {
         load_failure_read_by_a_neighbour
     """,
     "chunks-in-one-step": """
+        image_in_chunks_async image_in_chunks_sync image_of_a_request_preempted_in_its_step
+        image_twice_in_a_prompt_async image_twice_in_a_prompt_sync
         chunked_async chunked_prefill chunked_sync crowd_async crowd_async_consumer
         crowd_async_external crowd_async_speculative crowd_external crowd_hybrid crowd_sync
         external_preempted_async external_preempted_sync hybrid_async hybrid_external hybrid_sync
@@ -84,6 +87,7 @@ _SCENARIOS = {
         load_failure_read_by_a_neighbour
     """,
     "lookup-resumed-missing": """
+        image_of_a_request_preempted_in_its_step
         load_failure_after_a_preemption_async load_failure_after_a_preemption_sync
         asked_again_after_preemption crowd_async crowd_async_consumer crowd_async_external
         crowd_async_speculative crowd_external crowd_hybrid crowd_sync

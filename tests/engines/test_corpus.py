@@ -57,6 +57,8 @@ KNOWN_FINDINGS: dict[str, set[tuple[str, str]]] = {
     "abort_before_output_async": {HANDED_UNLOADED},
     "load_failure_async_policy_fail_sync": {HANDED_UNLOADED},
     "load_failure_async_policy_fail_async": {HANDED_UNLOADED},
+    "encoder_decoder": {("encoder/free-space", None)},
+    "image_of_a_request_preempted_in_its_step": {("encoder/not-at-worker", "r")},
     "oversized_prompt_sync": {STANDSTILL},
     "oversized_prompt_async": {STANDSTILL},
 }

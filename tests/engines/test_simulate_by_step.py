@@ -20,6 +20,8 @@ UNEQUAL = {
     "replayed_window_async": "the journal does not say that a group replays a window",
     "load_failure_after_a_preemption_sync": "no request is named that a load failed for",
     "load_failure_after_a_preemption_async": "no request is named that a load failed for",
+    "image_twice_in_a_prompt_sync": "a request waits for space in the encoder cache, which is not simulated",
+    "image_twice_in_a_prompt_async": "a request waits for space in the encoder cache, which is not simulated",
     "load_failure_read_by_a_neighbour": "two requests read one failed block",
 }
 """Scenarios that differ, and why."""
