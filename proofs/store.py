@@ -96,6 +96,10 @@ def run(store: bool) -> dict[str, Any]:
         }
 
 
+def _known(seconds: float | None) -> str:
+    return "not known" if seconds is None else f"{seconds:.2f}"
+
+
 def main() -> int:
     """Run the proof, or one of its engines."""
     options = argparse.ArgumentParser(prog="make proof NAME=store")
@@ -117,10 +121,11 @@ def main() -> int:
         right &= more == loaded and {"clean"} == {with_store["verdict"], without["verdict"]}
         print(
             f"| {number} | {returned.stored_tokens:,} | {returned.read_tokens:,} | "
-            f"{returned.saved_seconds or 0.0:.2f} | {returned.waited_seconds:.2f} | {more:,} "
+            f"{_known(returned.saved_seconds)} | {returned.waited_seconds:.2f} | {more:,} "
             f"({loaded:,} were loaded) | {without['seconds'] - with_store['seconds']:.2f} |"
         )
-    saved = median(with_store["return"].saved_seconds or 0.0 for with_store, _ in rounds)
+    known = [with_store["return"].saved_seconds for with_store, _ in rounds]
+    saved = median(each for each in known if each is not None)
     took = median(without["seconds"] - with_store["seconds"] for with_store, without in rounds)
     print(f"\nMedian: said to have saved {saved:.2f} s; without the store, steps took {took:.2f} s more.")
     print(rounds[0][0]["sentence"])

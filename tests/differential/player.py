@@ -23,7 +23,7 @@ from tests.differential.random_histories import (
     Step,
     Store,
 )
-from tests.scenarios.driving import Driver, engine_setup
+from tests.scenarios.driving import Driver, engine_setup, images
 from tests.scenarios.scripted_connector import LookupCall, ScriptedMetadata
 
 from kvledger.audit.conformance import release
@@ -71,16 +71,6 @@ def _setup(history: History) -> dict[str, Any]:
     if release.lacking(["encoder inputs"]):
         setup.pop("encoder_tokens", None)
     return setup
-
-
-def features(images: tuple[tuple[str, int, int], ...]) -> list[Any]:
-    """The encoder inputs of a request, as vLLM has them."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
-    return [
-        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=first, length=tokens))
-        for name, first, tokens in images
-    ]
 
 
 def play(history: History, attach: Callable[[Any], object] = id) -> Played:
@@ -159,8 +149,8 @@ class _Player:
         if resumable:
             self.sessions.add(add.name)
         prompt = driver.prompt(add.name, add.prompt, (f"family {add.family}", add.shared))
-        images = add.images if driver.setup.encoder_tokens else ()
-        for _, first, tokens in images:
+        inputs = add.images if driver.setup.encoder_tokens else ()
+        for _, first, tokens in inputs:
             prompt[first : first + tokens] = [PLACEHOLDER] * tokens
         driver.add(
             add.name,
@@ -169,7 +159,7 @@ class _Player:
             stop_at=add.stop_at,
             resumable=resumable,
             priority=add.priority,
-            of_request={"mm_features": features(images)} if driver.setup.encoder_tokens else None,
+            of_request=images(*inputs) if driver.setup.encoder_tokens else None,
         )
 
     def chunk(self, which: int, tokens: int, max_tokens: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.conformance.engine_setup import EngineSetup
 
-__all__ = ["Attach", "Driver", "engine_setup", "lora", "start"]
+__all__ = ["Attach", "Driver", "engine_setup", "images", "lora", "start"]
 
 Attach = Callable[[Any], object]
 """Called with a scheduler before its first request."""
@@ -35,6 +35,18 @@ def lora(name: str, number: int, path: str = "") -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     return {"lora_request": LoRARequest(name, number, path or f"/adapters/{name}")}
+
+
+def images(*places: tuple[str, int, int]) -> dict[str, Any]:
+    """The argument of vLLM's Request for images: identity, first position, and positions of each."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return {
+        "mm_features": [
+            MultiModalFeatureSpec(None, "image", identity, PlaceholderRange(offset=first, length=length))
+            for identity, first, length in places
+        ]
+    }
 
 
 def start(attach: Attach = id, /, **options: Any) -> Driver:

@@ -6,20 +6,8 @@ positions.
 
 from typing import Any
 
-from tests.scenarios.driving import Attach, Driver, start
+from tests.scenarios.driving import Attach, Driver, images, start
 from tests.scenarios.registry import BOTH, workload
-
-
-def images(*places: tuple[str, int, int]) -> dict[str, Any]:
-    """The argument of vLLM's Request for images: identity, first position, and positions of each."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
-    return {
-        "mm_features": [
-            MultiModalFeatureSpec(None, "image", identity, PlaceholderRange(offset=start, length=length))
-            for identity, start, length in places
-        ]
-    }
 
 
 @workload("encoder cache", **BOTH)
