@@ -104,7 +104,6 @@ class Loads(Sums):
     """External loads. ``waited_us``: from an admission with an asynchronous load to the end of the load."""
 
     asynchronous: int = 0
-    synchronous: int = 0
     waited_us: int = 0
     asynchronous_tokens: int = 0
     synchronous_tokens: int = 0
@@ -112,11 +111,6 @@ class Loads(Sums):
     """Promised tokens that were computed because their load failed or did not happen."""
     vain_us: int = 0
     """The part of ``waited_us`` after which no promised token was loaded."""
-
-    @property
-    def loads(self) -> int:
-        """How many there were."""
-        return self.asynchronous + self.synchronous
 
     def add(self, account: Account) -> None:
         """Add one request's loads."""
@@ -135,7 +129,6 @@ class Loads(Sums):
             if not life.loaded:
                 self.vain_us += until - life.began_at
         else:
-            self.synchronous += life.loaded > 0
             self.synchronous_tokens += life.loaded
         self.not_saved_tokens += sum(life.voided.get(cause, 0) for cause in NOT_SAVED)
 

@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from .. import events as ev
-from ..figures.sums import Sums
+from ..figures.sums import Sums, add_tokens
 from ..ledger.account import Account
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import Pool
@@ -43,7 +43,7 @@ class Content(msgspec.Struct):
 
 
 class TierReturn(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loads of one tier brought.
+    """What the loads of one tier brought. ``loads``: lives with a promise.
 
     ``waited_seconds``: measured, for asynchronous loads. ``saved_seconds``: what computing the loaded tokens
     would have taken, by the engine's model of step time; None: not known.
@@ -213,12 +213,16 @@ class LoadsByTier(Sums):
     """Loads of ended requests, by the tier that the connector reported."""
 
     tiers: dict[str, Loads] = {}
+    lives: dict[str, int] = {}
+    """How many lives loaded."""
 
     def add(self, account: Account) -> None:
         """Add one request; an unknown account adds nothing."""
         for life in account.lives if account.unknown is None else ():
             if life.external > 0:
-                self.tiers.setdefault(tier_of(life), Loads()).add_life(life)
+                tier = tier_of(life)
+                self.tiers.setdefault(tier, Loads()).add_life(life)
+                add_tokens(self.lives, tier, 1)
 
 
 def tier_of(life: Life) -> str:
@@ -266,7 +270,7 @@ def _tiers(loads: LoadsByTier, model: StepModel) -> Iterator[TierReturn]:
         tokens = row.asynchronous_tokens + row.synchronous_tokens
         yield TierReturn(
             tier=tier,
-            loads=row.loads,
+            loads=loads.lives.get(tier, 0),
             tokens=tokens,
             waited_seconds=row.waited_us / 1e6,
             vain_seconds=row.vain_us / 1e6,
