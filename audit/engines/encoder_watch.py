@@ -19,6 +19,12 @@ TABLE: tuple[Hook, ...] = (
     Hook("", "allocate", (("request", "input_id"),), after="reserved"),
     Hook("", "reset", ((),), after="cleared", optional=True),
 )
+OWN = "vllm.v1.core.encoder_cache_manager"
+"""The module of vLLM's own managers."""
+
+TOLD = "get_manager_metadata"
+"""The method with which a manager directs workers, since 0.32."""
+
 DESCRIBED = 1024
 """After so many requests, all are described again, so that ended ones are forgotten."""
 
@@ -143,6 +149,13 @@ class EncoderWatch:
         self._log.emit(ev.EncoderInputsSeen(self._log.now(), number, rows))
 
 
+def _directs_workers(kind: type) -> bool:
+    """Whether a manager of this class tells workers more than vLLM's own, such as to use a second tier."""
+    ours = [base for base in kind.__mro__ if base.__module__ == OWN]
+    told = getattr(kind, TOLD, None)
+    return told is not (getattr(ours[0], TOLD, None) if ours else None)
+
+
 def watch_encoder_cache(observer: Observer) -> EncoderWatch | None:
     """Observe the encoder cache of an engine; None if it has none, or one of another kind."""
     manager = getattr(observer.scheduler, "encoder_cache_manager", None)
@@ -150,6 +163,8 @@ def watch_encoder_cache(observer: Observer) -> EncoderWatch | None:
         return None
     if not (hasattr(manager, "freeable") or hasattr(manager, "allocated")):
         return None  # before 0.10.2 no request shares an output
+    if _directs_workers(type(manager)):
+        return None
     try:
         return EncoderWatch(observer)
     except EngineMismatch:

@@ -16,6 +16,9 @@ from .encoder_cache import EncoderInput
 from .entries import EncoderBudget, EncoderOutputEvicted, EncoderOutputMissing, Entry
 from .ledger_state import LedgerState
 
+READERS_KEPT = 64
+"""So many ended readers of one output may be kept beside the open requests."""
+
 
 def _inputs_seen(state: LedgerState, event: ev.EncoderInputsSeen) -> None:
     account = account_of(state, event.request)
@@ -97,11 +100,19 @@ def _read(state: LedgerState, account: Account, reserved: set[int], step: int) -
                 add_line(state, account, f"{item.embeddings} encoder embeddings cached from {item.start}")
             else:
                 add_line(state, account, f"{item.embeddings} encoder embeddings ordered from {item.start}")
-        cache.readers.setdefault(item.identity, {})[account.request] = None
+        _note_reader(state, item.identity, account.request)
         if item.identity not in cache.at_workers:
             cache.at_workers[item.identity] = -1  # it is reported once
             subject = EncoderOutputMissing(item, min(item.end, end) - max(item.start, start), step)
             _subject(state, subject, step, account)
+
+
+def _note_reader(state: LedgerState, identity: int, request: int) -> None:
+    """Note that a request reads an output; those that have ended are forgotten from time to time."""
+    readers = state.encoder.readers.setdefault(identity, {})
+    readers[request] = None
+    if len(readers) > 2 * len(state.living) + READERS_KEPT:
+        state.encoder.readers[identity] = {each: None for each in readers if each in state.living}
 
 
 def _scheduled(state: LedgerState, account: Account, step: int) -> int:
