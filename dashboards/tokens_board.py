@@ -298,7 +298,7 @@ PROMPTS = PanelRow(
 )
 
 EXTERNAL = PanelRow(
-    "External tokens of a KV connector",
+    "External tokens and the encoder cache",
     (
         Panel(
             "Promised and loaded",
@@ -354,6 +354,40 @@ EXTERNAL = PanelRow(
             ),
             unit="s",
             width=6,
+        ),
+        Panel(
+            "Loaded tokens by tier",
+            "External tokens per second that were loaded, by the tier that the connector reported. vLLM asks "
+            "since 0.32, at first admissions. `kvledger store` says what was stored and never read.",
+            "timeseries",
+            (
+                Query(
+                    "sum by (tier) (rate(kvledger_external_loaded_by_tier_tokens_total{@engine}"
+                    "[$__rate_interval]))",
+                    "{{tier}}",
+                ),
+            ),
+            unit=TOKENS_PER_SECOND,
+            stack="normal",
+            width=12,
+        ),
+        Panel(
+            "Encoder embeddings, computed and cached",
+            "Embeddings per second of images and other encoder inputs that steps computed, and that the "
+            "encoder cache had. Nothing is shown for a model of text.",
+            "timeseries",
+            (
+                Query(
+                    "sum(rate(kvledger_encoder_computed_embeddings_total{@engine}[$__rate_interval]))",
+                    "computed",
+                ),
+                Query(
+                    "sum(rate(kvledger_encoder_cached_embeddings_total{@engine}[$__rate_interval]))",
+                    "cached",
+                ),
+            ),
+            stack="normal",
+            width=12,
         ),
     ),
     collapsed=True,
