@@ -238,7 +238,7 @@ def test_an_engine_with_several_groups_is_refused(run: Run, tmp_path: Path) -> N
     recording = Recording()
     recording.events[0] = msgspec.structs.replace(recording.events[0], groups=[0, 16, 2, 1, 16, 1])
     code, _, err = run("whatif", journals.write(tmp_path / "blocks", recording.events, level="blocks"))
-    assert 2 == code and "one KV cache group of full attention" in err
+    assert 2 == code and "one KV cache group of full attention" in err and "kvledger simulate" in err
 
 
 @pytest.mark.parametrize(
