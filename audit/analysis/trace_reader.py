@@ -150,8 +150,8 @@ class TraceReader(msgspec.Struct):
         if event.pool or len(groups) != 1 or groups[0][2] != FULL_ATTENTION:
             self.problem = (
                 ": this command needs an engine with one KV cache group of full attention; this engine has "
-                f"{len(groups)} groups in a pool. `kvledger simulate` runs its requests on its scheduler, with "
-                "other numbers of blocks too (--set num_gpu_blocks)."
+                f"{len(groups)} groups in a pool. `kvledger simulate --set num_gpu_blocks=N` runs its "
+                "requests on its scheduler with other numbers of blocks."
             )
         elif not self.block_tokens:
             self.block_tokens = groups[0][1]
