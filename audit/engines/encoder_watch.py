@@ -127,10 +127,7 @@ class EncoderWatch:
         )
 
     def _note(self, code: int, request: Any, input_id: int) -> None:
-        number = self._log.ids.get(request.request_id)
-        if number is None:
-            return
-        features = request.mm_features
+        number, features = self._log.ids[request.request_id], request.mm_features
         if self._described.get(number) != len(features):
             self._describe(number, request, features)
         self._rows += (code, number, input_id)
