@@ -86,6 +86,8 @@ CONDITIONS: dict[str, Condition] = {
     "encoder inputs": Condition("requests have images or other encoder inputs", _encoder),
     "encoder-decoder": Condition("the model is an encoder-decoder, such as Whisper", _encoder),
     "priority": Condition("the scheduling policy is priority", _equals("policy", "priority")),
+    "kv events": Condition("KV events are published", lambda settings: "kv_events_port" in settings or None),
+    "copies": Condition("requests compute the same tokens at the same time"),
     "connector": Condition("a KV connector is configured", _connector(), "connector"),
     "lmcache": Condition(f"{LMCACHE} is the connector", _lmcache, "lmcache"),
     "bundled adapter": Condition("`use_native` selects the adapter that vLLM bundles", _bundled, "bundled"),
