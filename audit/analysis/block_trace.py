@@ -20,6 +20,10 @@ from ..events import Admitted
 ADMIT, GROW, CACHED, RELEASE, DROP, RESET, HIT, EVICT = range(8)
 """Kinds of operations and changes."""
 
+IN_GROUP = 8
+"""A kind of change: a life cached a block of another group. Number: the block's end in tokens. Hash ids: the
+group, and the hash id."""
+
 Operation = tuple[int, int, int, int]
 """What a pool replays: its kind and three numbers.
 
@@ -247,7 +251,7 @@ def operations(change: Change) -> Iterator[Operation]:
     elif kind == DROP:
         for hash_id in ids:
             yield kind, hash_id, 0, 0
-    elif kind != EVICT:
+    elif kind not in (EVICT, IN_GROUP):
         yield kind, max(0, life), 0 if kind == RESET else number, 0  # a RESET is of no life
 
 

@@ -1,4 +1,4 @@
-"""Reads the changes of an engine whose KV cache has several groups, for the turns of sessions.
+"""Reads the changes of an engine whose KV cache has several groups, for turns of sessions and prefixes.
 
 The reader follows the first group of full attention, as its base does, and names what the other groups cache.
 """
@@ -11,13 +11,9 @@ from typing import Any
 from .. import events as ev
 from .. import pool_calls
 from ..ledger.blocks.split_calls import post
-from .block_trace import CACHED, EVICT, GROW
+from .block_trace import CACHED, EVICT, GROW, IN_GROUP
 from .group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group
 from .trace_reader import FULL_ATTENTION, HANDLERS, TraceReader
-
-IN_GROUP = 8
-"""A kind of change: a life cached a block of another group. Number: the block's end in tokens. Hash ids: the
-group, and the hash id."""
 
 IN_PLACE = 1
 """The kind of a group in whose tables a block's index gives its positions, and whose tokens read a window."""

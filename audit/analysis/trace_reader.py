@@ -92,12 +92,13 @@ class TraceReader(msgspec.Struct):
         self.changed += len(changes)
         return changes, ended
 
-    def described(self, path: str, name: str) -> BlockTrace:
+    def described(self, path: str, name: str, *, groups: bool = False) -> BlockTrace:
         """The engine, called ``name``, as a trace without operations.
 
-        Raises :class:`NoBlockTrace`, which names the journal's ``path``, if there are no blocks to replay.
+        ``groups``: one of several groups will do, whose pool can't be replayed. Raises
+        :class:`NoBlockTrace`, which names the journal's ``path``, if there are no blocks to read.
         """
-        if self.problem or not self.block_tokens:
+        if (self.stopped if groups else self.problem) or not self.block_tokens:
             raise NoBlockTrace(f"{path}{self.problem or f': {NEEDS_BLOCKS}'}")
         settings = self.started.configuration if self.started else {}
         block_bytes, workers = settings.get("block_bytes"), settings.get("workers")

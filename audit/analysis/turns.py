@@ -28,6 +28,7 @@ from .block_trace import (
     DROP,
     EVICT,
     HIT,
+    IN_GROUP,
     RESET,
     Change,
     RecordedRequest,
@@ -35,7 +36,7 @@ from .block_trace import (
     put,
 )
 from .group_boundaries import Group, lacking
-from .group_trace import IN_GROUP, GroupTraceReader
+from .group_trace import GroupTraceReader
 from .trace_reader import TraceReader
 
 MOST_BLOCKS = 1 << 20

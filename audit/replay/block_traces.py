@@ -118,9 +118,9 @@ class RecordedBlocks:
         started = self.reader.started
         return printable(self.path.name) if started is None else engine_name(started, self.path)
 
-    def described(self) -> BlockTrace:
-        """The engine without operations. Raises NoBlockTrace if there are no blocks to replay."""
-        return self.reader.described(str(self.path), self.engine)
+    def described(self, *, groups: bool = False) -> BlockTrace:
+        """The engine without operations; ``groups`` as in :class:`TraceReader`. Raises NoBlockTrace."""
+        return self.reader.described(str(self.path), self.engine, groups=groups)
 
     def whole(self) -> list[RecordedRequest]:
         """All requests, also those that are open."""
@@ -163,13 +163,18 @@ def block_trace(
 
 
 def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
-    """The prefixes of the requests, and what they may lack. Raises LedgerError as :func:`block_trace`."""
-    described, builder, trie = recorded.described(), TraceBuilder(), PrefixTrie()
+    """The prefixes of the requests, and what they may lack. Raises LedgerError as :func:`block_turns`.
+
+    In an engine with several groups, they are those of the first group of full attention.
+    """
+    described, builder, trie = recorded.described(groups=True), TraceBuilder(), PrefixTrie()
     for some in recorded.emptied():
         builder.add(some)
         trie.add(some)
     trace = builder.trace(described, recorded.whole())
-    return list(trie.prefixes(trace, builder.first)), trace.doubts
+    others = getattr(recorded.reader, "others", ())
+    limited = [f"a hit also needs {len(others)} other KV cache groups at its end"] if others else []
+    return list(trie.prefixes(trace, builder.first)), [*trace.doubts, *limited]
 
 
 def block_turns(

@@ -31,16 +31,15 @@ ADMITTED = [column.name for column in ADMISSIONS[2:]]
 _KINDS = {word: kind for kind, word in enumerate(OPERATIONS)}
 
 
-def recorded_blocks(path: Path, *, turns: bool = False) -> RecordedBlocks:
+def recorded_blocks(path: Path, *, groups: bool = False, turns: bool = False) -> RecordedBlocks:
     """What the engine of a journal did, or that of a session whose journal is gone. Raises LedgerError.
 
-    ``turns``: read what turns need, too: several KV cache groups, and how long steps took.
+    ``groups``: read engines with several KV cache groups. ``turns``: those, and how long steps took.
     """
     session = find(path)
     if session is None:
-        recorded = RecordedBlocks(path)
-        if turns:
-            recorded = RecordedBlocks(path, GroupTraceReader(), steps=StepTimes())
+        reader = GroupTraceReader() if groups or turns else None
+        recorded = RecordedBlocks(path, reader, steps=StepTimes() if turns else None)
         recorded.read()
         return recorded
     state = _state(path, session)

@@ -58,7 +58,7 @@ def prefixes(paths: Sequence[Path], *, most: int = 20, run: Run = here) -> Prefi
 
 
 def _of_journal(path: Path) -> tuple[list[Prefix], list[str]]:
-    return block_prefixes(recorded_blocks(path))
+    return block_prefixes(recorded_blocks(path, groups=True))
 
 
 def render(result: Prefixes) -> Group:
