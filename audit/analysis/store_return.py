@@ -19,7 +19,7 @@ from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.records import Pool
 from ..ledger.blocks.split_calls import calls
 from ..ledger.life import Life
-from .costs import PREFILL, Loads, seconds
+from .costs import PREFILL, Loads, seconds, total
 from .step_model import StepModel
 
 TIER_UNREPORTED = "not reported"
@@ -92,8 +92,7 @@ class StoreReturn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saved_seconds(self) -> float | None:
         """What all loads saved; None: not known."""
-        saved = [tier.saved_seconds for tier in self.tiers]
-        return None if None in saved else sum(each for each in saved if each is not None)
+        return total(tier.saved_seconds for tier in self.tiers)
 
     @property
     def waited_seconds(self) -> float:

@@ -31,8 +31,8 @@ class EncoderCache:
         """Whether a connector may load outputs."""
         self.entries: dict[int, int] = {}
         """Embeddings of each cached output; -1: not known."""
-        self.at_workers: dict[int, int] = {}
-        """The outputs that workers have, or may have, and the step that computed them; -1: not known."""
+        self.at_workers: dict[int, None] = {}
+        """The outputs that workers have, or may have."""
         self.readers: dict[int, dict[int, None]] = {}
         """Numbers of the requests that have read an output, by identity."""
         self.budget_differs = False

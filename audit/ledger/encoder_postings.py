@@ -33,7 +33,7 @@ def _cache_seen(state: LedgerState, event: ev.EncoderCacheSeen) -> None:
         cache.size, cache.shared, cache.loads = event.size, event.shared, event.loads
         rows = event.entries
         cache.entries = dict(zip(rows[::2], rows[1::2], strict=True))
-        cache.at_workers = dict.fromkeys(cache.entries, -1)
+        cache.at_workers = dict.fromkeys(cache.entries)
     enter(state, event)
     _compare_budget(state, event.free, event.step, None)
 
@@ -75,7 +75,7 @@ def _cache_used(state: LedgerState, event: ev.EncoderCacheUsed) -> None:
                     cache.entries[item.identity] = item.embeddings
     for identity in removed:
         cache.at_workers.pop(identity, None)
-    cache.at_workers.update(dict.fromkeys(computed, event.step))
+    cache.at_workers.update(dict.fromkeys(computed))
     if cache.shared:
         for request, account in users.items():
             _read(state, account, {of for user, of in reserved if user == request}, event.step)
@@ -92,7 +92,7 @@ def _read(state: LedgerState, account: Account, reserved: set[int], step: int) -
         if item.start >= end or item.end <= start or item.identity not in cache.entries:
             continue
         if of in reserved and cache.loads:
-            cache.at_workers.setdefault(item.identity, step)
+            cache.at_workers.setdefault(item.identity)
         if account.encoder_read.get(of) != life.number:
             account.encoder_read[of] = life.number
             if of not in reserved:
@@ -102,7 +102,7 @@ def _read(state: LedgerState, account: Account, reserved: set[int], step: int) -
                 add_line(state, account, f"{item.embeddings} encoder embeddings ordered from {item.start}")
         _note_reader(state, item.identity, account.request)
         if item.identity not in cache.at_workers:
-            cache.at_workers[item.identity] = -1  # it is reported once
+            cache.at_workers[item.identity] = None  # it is reported once
             subject = EncoderOutputMissing(item, min(item.end, end) - max(item.start, start), step)
             _subject(state, subject, step, account)
 
