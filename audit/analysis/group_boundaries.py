@@ -53,15 +53,16 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Groups(NamedTuple):
-    """The KV cache groups of a pool: ``tokens`` per block of the group that is followed, and the others."""
+    """The KV cache groups of a pool: the group that is followed, its tokens per block, and the others."""
 
+    followed: int
     tokens: int
     others: list[Group]
 
 
 def groups_of(pool: Pool | None) -> Groups | None:
-    """The groups of a pool; None if it has one, or if what one of them needs is not known."""
-    if pool is None or len(pool.groups) < 2 or not pool.prefix_groups:
+    """The groups of a pool; None if none is of full attention, or if what one of them needs is not known."""
+    if pool is None or not pool.prefix_groups:
         return None
     followed, others = pool.prefix_groups[0], []
     for number, (tokens, _) in pool.groups.items():
@@ -71,12 +72,38 @@ def groups_of(pool: Pool | None) -> Groups | None:
         if number in pool.prefix_groups:
             others.append(Group(number, tokens, WHOLE))
         elif number in pool.states:
-            others.append(Group(number, tokens, STATE))
+            others.append(Group(number, tokens, STATE, 1))
         elif window is not None:
             others.append(Group(number, tokens, CHUNKED if window.in_chunks else SLIDING, window.tokens))
         else:
             return None
-    return Groups(pool.groups[followed][0], others)
+    return Groups(followed, pool.groups[followed][0], others)
+
+
+def several_groups_of(pool: Pool | None) -> Groups | None:
+    """The same; None also if there is one group only."""
+    groups = groups_of(pool)
+    return groups if groups is not None and groups.others else None
+
+
+def common_boundary(groups: Groups, blocks: int, has: Callable[[Group, int], bool]) -> int:
+    """How many of the first ``blocks`` of the followed group end at the last boundary that all groups have.
+
+    ``has``: whether another group has the block that ends at a token.
+    """
+    best = 0
+    for place in range(blocks):
+        below, boundary = place * groups.tokens, (place + 1) * groups.tokens
+        whole = [group for group in groups.others if group.kind == WHOLE]
+        if not all(has(group, end) for group in whole for end in group.ends(boundary, below)):
+            break
+        if all(
+            not boundary % group.tokens
+            and (group.kind == WHOLE or all(has(group, end) for end in group.ends(boundary, below)))
+            for group in groups.others
+        ):
+            best = place + 1
+    return best
 
 
 NEVER = (causes.GROUPS, causes.WINDOW, causes.STATE)

@@ -10,13 +10,11 @@ from typing import Any
 
 from .. import events as ev
 from .. import pool_calls
+from ..ledger.blocks.engine_reports import pool_of
 from ..ledger.blocks.split_calls import post
 from .block_trace import CACHED, EVICT, GROW, IN_GROUP
-from .group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group
-from .trace_reader import FULL_ATTENTION, HANDLERS, TraceReader
-
-IN_PLACE = 1
-"""The kind of a group in whose tables a block's index gives its positions, and whose tokens read a window."""
+from .group_boundaries import Group, several_groups_of
+from .trace_reader import HANDLERS, TraceReader
 
 
 class GroupTraceReader(TraceReader):
@@ -42,24 +40,11 @@ class GroupTraceReader(TraceReader):
 
     def _grouped_pool(self, event: ev.PoolSeen) -> None:
         self._pool(event)
-        groups = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
-        whole = [number for number, _, places in groups if places == FULL_ATTENTION]
-        rows = [event.windows[i : i + 3] for i in range(0, len(event.windows), 3)]
-        windows = {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
-        known = all(tokens > 0 and kind in (SLIDING, CHUNKED, STATE) for tokens, kind in windows.values())
-        known = known and all(number in windows for number, _, places in groups if places == IN_PLACE)
-        if event.pool or not whole or not known:
+        groups = None if event.pool else several_groups_of(pool_of(event))
+        if groups is None:
             self.others = []
-        elif len(groups) > 1 and not self.block_tokens:
-            self.group = whole[0]
-            for number, tokens, places in groups:
-                if number == self.group:
-                    self.block_tokens = tokens
-                elif places == FULL_ATTENTION:
-                    self.others.append(Group(number, tokens, WHOLE))
-                elif number in windows:
-                    window, kind = windows[number]
-                    self.others.append(Group(number, tokens, kind, window))
+        elif not self.block_tokens:
+            self.group, self.block_tokens, self.others = groups
             self.blocks = event.blocks - (event.null_block >= 0)
 
     def _grouped_touch(self, event: pool_calls.BlocksTouched) -> None:

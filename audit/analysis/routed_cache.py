@@ -8,6 +8,7 @@ that is counted and not compared.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,16 +16,15 @@ import msgspec
 from .. import events as ev
 from .. import pool_calls
 from ..bounded_tables import keep_newest
+from ..ledger.blocks.engine_reports import pool_of
 from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
+from .group_boundaries import Group, Groups, groups_of
 
 MOST_RECENT = 1 << 16
 """Changes of one cache, and of its index, that are kept."""
 
 MOST_REQUESTS = 1 << 12
 """Requests of one engine that wait for their comparison."""
-
-FULL_ATTENTION = 2
-"""The kind of a group in which a hit needs every block below it."""
 
 
 class RecentCounts:
@@ -114,6 +114,9 @@ class OpenRequest(msgspec.Struct):
     valid: int = -1
     """The first position that a failed load left invalid; -1: none did."""
     hashes: list[int] = []
+    """Of the blocks of the group that is followed."""
+    waiting: list[tuple[int, int, int]] = []
+    """Group, end and hash id of other groups' blocks, until the followed group has cached the same tokens."""
 
 
 class RoutedCache(CacheChanges):
@@ -122,7 +125,14 @@ class RoutedCache(CacheChanges):
     def __init__(self) -> None:
         super().__init__()
         self.block_tokens = 0
-        """Tokens of a block; 0: the engine has not one KV cache group of full attention."""
+        """Tokens of a block; 0: the engine has no KV cache group of full attention in its only pool."""
+        self.followed = 0
+        """The KV cache group whose blocks name a prompt: the first of full attention."""
+        self.others: list[Group] = []
+        """The other groups, of each of which a hit needs something."""
+        self.in_groups: dict[tuple[int, int, int], int] = {}
+        """The hash id of a block of another group, by the group, its end, and the followed group's hash id of
+        the block with its last token, which stands for all tokens before."""
         self.number = 0
         """How many changes there were."""
         self.recent = RecentCounts()
@@ -140,8 +150,21 @@ class RoutedCache(CacheChanges):
 
     def _pool(self, event: ev.PoolSeen) -> None:
         super()._pool(event)
-        alone = event.pool == 0 and len(event.groups) == 3 and event.groups[2] == FULL_ATTENTION
-        self.block_tokens = event.groups[1] if alone else 0
+        groups = None if event.pool else groups_of(pool_of(event))
+        self.followed, self.block_tokens, self.others = groups or (0, 0, [])
+
+    @property
+    def groups(self) -> Groups:
+        """What a hit needs of each KV cache group."""
+        return Groups(self.followed, self.block_tokens, self.others)
+
+    def in_group(self, group: int, end: int, hashes: Sequence[int]) -> int:
+        """The hash id of the block of another group that ends at a token of a prompt; 0: not known.
+
+        ``hashes`` are those of the followed group.
+        """
+        place = (end - 1) // self.block_tokens
+        return self.in_groups.get((group, end, hashes[place]), 0) if place < len(hashes) else 0
 
     def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
         super()._add(kind, hash_id, event, block, request)
@@ -184,26 +207,44 @@ class RoutedCache(CacheChanges):
 
     def _touched(self, event: pool_calls.BlocksTouched) -> None:
         request = self.requests.get(event.request)
-        if request is not None:
+        if request is not None and event.group == self.followed:
             hashes = self._contents(event).hashes
             for place, block in enumerate(event.blocks):
                 self._put(request, place, next(iter(hashes.get(block, ())), 0))
 
     def _cached(self, event: ev.BlocksCached) -> None:
         super()._cached(event)
-        for number, _, _, hash_id, end in self._contents(event).cached(event) if self.block_tokens else ():
-            place, rest = divmod(end, self.block_tokens)
+        for number, group, _, hash_id, end in (
+            self._contents(event).cached(event) if self.block_tokens else ()
+        ):
             request = self.requests.get(number)
-            if request is not None and not rest:
-                self._put(request, place - 1, hash_id)
+            if request is None:
+                continue
+            if group != self.followed:
+                request.waiting.append((group, end, hash_id))
+                self._join(request, (end - 1) // self.block_tokens)
+            elif not end % self.block_tokens:
+                self._put(request, end // self.block_tokens - 1, hash_id)
 
     def _put(self, request: OpenRequest, place: int, hash_id: int) -> None:
         """Note the hash id of one block of a prompt. A load that fails later is known by the end only."""
-        if place >= request.prompt_tokens // self.block_tokens:
+        if place >= request.prompt_tokens // self.block_tokens and not self.others:
             return
         hashes = request.hashes
         hashes += [0] * (place + 1 - len(hashes))
         hashes[place] = hash_id
+        self._join(request, place)
+
+    def _join(self, request: OpenRequest, place: int) -> None:
+        """Name the blocks of other groups whose last token is in this block of the followed group."""
+        followed = request.hashes[place] if place < len(request.hashes) else 0
+        if not followed or not request.waiting:
+            return
+        here = [each for each in request.waiting if (each[1] - 1) // self.block_tokens == place]
+        request.waiting = [each for each in request.waiting if each not in here]
+        for group, end, hash_id in here:
+            self.in_groups[group, end, followed] = hash_id
+        keep_newest(self.in_groups, MOST_RECENT)
 
     def _finished(self, event: ev.Finished) -> None:
         self.present.discard(event.request)

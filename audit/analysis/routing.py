@@ -9,10 +9,12 @@ Each token of the difference has one cause.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
+from ..causes import BOUNDARY, GROUPS, STATE, WINDOW
 from ..ledger.cache_changes import STORED, Change
+from .group_boundaries import Group, common_boundary, lacking
 from .routed_cache import RecentCounts, RoutedCache
 
 NEVER_STORED = "never-stored"
@@ -42,6 +44,10 @@ MISSED = {
     LAST_TOKEN: "the block holds the prompt's last token, which is always computed",
     NOT_USED: "in the engine's cache, and the request did not use it",
     INDEX: "promised, and the KV events that had come by then do not say so",
+    WINDOW: "a group of sliding windows lacked what it needs before the same boundary",
+    STATE: "a group of states lacked the state at the same boundary",
+    GROUPS: "another KV cache group of full attention lacked the block",
+    BOUNDARY: "the blocks of the KV cache groups do not end together there",
     UNKNOWN: "the journal does not hold the engine's cache at that time",
 }
 """Causes of tokens that were predicted and not found."""
@@ -138,9 +144,23 @@ class IndexThen(NamedTuple):
         content = self.contents.get(hash_id, hash_id)
         return self.sides[engine].by_tokens.count(content, self.arrived) > 0
 
-    def first(self, engine: int, hashes: Sequence[int]) -> int:
-        """How many of these blocks, from the first on, the index has of one engine."""
-        return next((n for n, hash_id in enumerate(hashes) if not self.has(engine, hash_id)), len(hashes))
+    def first(self, engine: int, request: RoutedRequest) -> int:
+        """How many of a request's blocks, from the first on, can be hit on one engine, by the index.
+
+        They end at a boundary at which the engine has what every KV cache group needs.
+        """
+        hashes = request.hashes
+        blocks = next((n for n, hash_id in enumerate(hashes) if not self.has(engine, hash_id)), len(hashes))
+        return common_boundary(
+            self.sides[engine].cache.groups,
+            blocks,
+            lambda group, end: self.has(engine, self.in_group(group, end, request, engine)),
+        )
+
+    def in_group(self, group: Group, end: int, request: RoutedRequest, engine: int) -> int:
+        """The hash id of another KV cache group's block that ends at a token of a prompt; 0: not known."""
+        named = self.sides[request.engine].cache.in_group(group.number, end, request.hashes)
+        return named or self.sides[engine].cache.in_group(group.number, end, request.hashes)
 
     def held(self, request: RoutedRequest) -> dict[int, int]:
         """How many of a request's blocks, from the first on, each engine that is there holds.
@@ -149,10 +169,10 @@ class IndexThen(NamedTuple):
         """
         there = [engine for engine, side in self.sides.items() if side.ended >= self.arrived]
         there.sort(key=lambda engine: self.sides[engine].heard)
-        found = {engine: self.first(engine, request.hashes) for engine in there}
+        found = {engine: self.first(engine, request) for engine in there}
         before = before_of(self.sides, request.engine)
         if before >= 0 and self.sides[request.engine].heard > self.arrived:
-            stale = self.first(before, request.hashes)
+            stale = self.first(before, request)
             found[request.engine] = stale or found.get(request.engine, 0)
         return {engine: blocks for engine, blocks in found.items() if blocks}
 
@@ -231,6 +251,7 @@ class _Explained:
         """Each predicted token that was not found has the cause of its block, or of the first missing one."""
         size, found, request = self.size, self.found, self.request
         causes, inherited = Counter[str](), ""
+        in_groups = self._lacking_groups(found // size)
         for place in range(found // size, self.blocks):
             tokens = (place + 1) * size - max(found, place * size)
             if special := self._never_announced(place):
@@ -242,10 +263,35 @@ class _Explained:
             elif place * size < found + request.failed:
                 cause = LOAD_FAILED
             else:
-                cause = self._why_missing(request.hashes[place]) or inherited or NOT_USED
+                cause = self._why_missing(request.hashes[place]) or inherited
+                cause = cause or in_groups.get(place) or NOT_USED
                 inherited = inherited or cause
             causes[cause] += tokens
         return dict(causes)
+
+    def _lacking_groups(self, first: int) -> dict[int, str]:
+        """For each block from ``first`` on that the followed group had: what another group lacked there."""
+        groups, end = self.side.cache.groups, first
+        while end < min(self.here, len(self.request.hashes)) and not self._why_missing(
+            self.request.hashes[end]
+        ):
+            end += 1
+        found = (
+            lacking(groups.others, groups.tokens, first, end, self._why_missing_in) if groups.others else []
+        )
+        return dict(enumerate(found, first))
+
+    def _why_missing_in(self, group: Group, end: int) -> str:
+        """Why the engine lacked a block of another group; "" if it had it.
+
+        What the index promised has the same causes as a block of the followed group.
+        """
+        engine = self.request.engine
+        hash_id = self.index.in_group(group, end, self.request, engine)
+        why = self._why_missing(hash_id)
+        if why in ("", UNKNOWN) or self.index.has(engine, hash_id):
+            return why
+        return group.lacks()
 
     def _never_announced(self, place: int) -> str:
         """The cause of a promised block that the stream of the engine never announced under its hash."""
@@ -296,16 +342,25 @@ class _Explained:
         return dict(causes)
 
     def _why_surplus(self, place: int) -> str:
-        """Why the index did not promise a block that was found."""
-        hashes = self.request.hashes
-        hash_id = hashes[place] if place < len(hashes) else 0
-        if self.index.has(self.request.engine, hash_id):
+        """Why the index did not promise a block that was found: it lacks that one or another group's."""
+        request, engine = self.request, self.request.engine
+        hash_id = request.hashes[place] if place < len(request.hashes) else 0
+        needed = [hash_id, *self._needed_in_groups()]
+        lacked = next((each for each in needed if not self.index.has(engine, each)), None)
+        if lacked is None:
             announced = self.side.announced
-            return COPY_REMOVED if announced.fell_last(hash_id, self.request.arrived) else INDEX
-        _, last = self.side.at(self.request, hash_id)
+            return COPY_REMOVED if announced.fell_last(hash_id, request.arrived) else INDEX
+        _, last = self.side.at(request, lacked)
         if last is None:
             return UNKNOWN
         return EVENT_LOST if last in self.side.lost_changes else STORED_SINCE
+
+    def _needed_in_groups(self) -> Iterator[int]:
+        """The hash ids of what the other groups had where the local hit ended."""
+        boundary = self.request.local // self.size * self.size
+        for group in self.side.cache.others:
+            for end in group.ends(boundary, 0):
+                yield self.index.in_group(group, end, self.request, self.request.engine)
 
 
 class Routing(NamedTuple):

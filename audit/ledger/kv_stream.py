@@ -6,10 +6,13 @@ KV events name no block, so two blocks with one hash are told apart by their num
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from .. import events as ev
-from .cache_changes import CLEARED, Change
+from .cache_changes import CLEARED, STORED, Change
 
 GPU = "GPU"
 """The tier of vLLM's own blocks."""
@@ -42,6 +45,20 @@ def kv_events(batch: ev.KVEventsReceived, since: float = 0.0) -> Iterator[tuple[
         name = batch.tiers[tier] if tier >= 0 else ""
         for hash_id in rows[place - count : place] if kind != CLEARED else (0,):
             yield KVEvent(kind, hash_id, batch.published_seconds, batch.sequence, since), name
+
+
+def of_group(batch: ev.KVEventsReceived, group: int) -> ev.KVEventsReceived:
+    """A batch without the stores and removals of other KV cache groups; those without a group stay."""
+    rows, contents, place, known = list[int](), list[int](), 0, iter(batch.contents)
+    while place < len(batch.rows):
+        kind, of, *_, count = batch.rows[place : place + ev.KV_HEAD]
+        row = batch.rows[place : place + ev.KV_HEAD + count]
+        place += len(row)
+        named = list(islice(known, count)) if kind == STORED else []
+        if kind == CLEARED or of in (-1, group):
+            rows += row
+            contents += named
+    return replace(batch, rows=rows, contents=contents)
 
 
 def aligned(

@@ -21,7 +21,7 @@ from ..journal.writer import CLOCK_SECONDS
 from ..ledger.cache_changes import CLEARED
 from ..ledger.kv_comparison import HORIZON_SECONDS, KVComparison
 from ..ledger.kv_counts import KVEventCounts
-from ..ledger.kv_stream import GPU, kv_events
+from ..ledger.kv_stream import GPU, kv_events, of_group
 from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0
@@ -119,7 +119,8 @@ class RecordedEvents:
         self.enabled = False
         """Whether anybody reads recordings: the caller sets it."""
         self.on_batch: Callable[[float, KVEventsReceived], None] | None = None
-        """Called with each batch of this engine and the Unix time at which it was received."""
+        """Called with each batch of this engine, of the KV cache group that is followed alone, and the Unix
+        time at which it was received."""
         self._contents = contents or {}
         """By hash id, a keyed hash of the tokens."""
         self._path = path
@@ -271,17 +272,12 @@ class RecordedEvents:
 
     def _index(self, batch: KVEventsReceived, received: float) -> None:
         self.heard = min(self.heard, received)
+        followed = of_group(batch, self.cache.followed) if self.cache.others else batch
         if self.on_batch is not None:
-            self.on_batch(received, batch)
-        for event, tier in kv_events(batch):
-            if event.kind == CLEARED:
-                self.announced.clear(received)
-                self.by_tokens.clear(received)
-            elif tier in ("", GPU):
-                self.announced.add(received, event.hash_id, event.kind)
-                if self._contents:
-                    content = self._contents.get(event.hash_id, event.hash_id)
-                    self.by_tokens.add(received, content, event.kind)
+            self.on_batch(received, followed)
+        _add(self.announced, batch, received)
+        if self._contents:
+            _add(self.by_tokens, followed, received, self._contents)
 
     def _is_mine(self, name: str, batch: KVEventsReceived, last: float) -> bool:
         """Whether this engine published a batch, and not one before or after it at the same port.
@@ -337,6 +333,17 @@ class RecordedEvents:
             return is_live(path) or _written(path) >= self.engine_began
         except (LedgerError, OSError):
             return False
+
+
+def _add(
+    index: RecentCounts, batch: KVEventsReceived, received: float, contents: Contents | None = None
+) -> None:
+    """Take the blocks of vLLM's own tier. ``contents``: by hash id, what names a block in the index."""
+    for event, tier in kv_events(batch):
+        if event.kind == CLEARED:
+            index.clear(received)
+        elif tier in ("", GPU):
+            index.add(received, (contents or {}).get(event.hash_id, event.hash_id), event.kind)
 
 
 def _count(row: Row, counts: KVEventCounts) -> None:

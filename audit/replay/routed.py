@@ -89,7 +89,7 @@ def _checked(engine: EventJournal) -> str:
         raise JournalError(f"{engine.path}: {same_port(rival)}.")
     if not cache.block_tokens:
         raise JournalError(
-            f"{engine.path}: this command needs block events of an engine with one KV cache group of full "
+            f"{engine.path}: this command needs block events of an engine with a KV cache group of full "
             "attention, which KVLEDGER_LEVEL=blocks records."
         )
     if not engine.counts.batches and cache.number:

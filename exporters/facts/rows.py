@@ -9,7 +9,7 @@ from msgspec.structs import astuple
 
 from ...audit.analysis.cache_misses import missed_ranges, never_came
 from ...audit.analysis.costs import Loads, before_first_output, first_output_at
-from ...audit.analysis.group_boundaries import Groups, groups_of
+from ...audit.analysis.group_boundaries import Groups, several_groups_of
 from ...audit.analysis.source_differences import Reconciliation
 from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPTIONS, RESET
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
@@ -63,7 +63,7 @@ def head(audit: EngineAudit, journal: str) -> Head:
     began_us = _began_us(audit)
     began = None if audit.began_seconds is None else began_us
     size = block_size(audit)
-    groups = groups_of(audit.auditor.ledger.blocks.pools.get(0))
+    groups = several_groups_of(audit.auditor.ledger.blocks.pools.get(0))
     return Head(audit.name, journal, began_us, began, audit.model, audit.rank, size, groups, audit.last_at)
 
 

@@ -76,8 +76,10 @@ class Compared(NamedTuple):
         return [each for each in self.found if not isinstance(each[0], CopyRemoved)]
 
 
-def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Compared:
-    """Drive a scenario with KV events enabled, and compare them with the blocks."""
+def driven(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Event], EngineStarted, list[KVEventsReceived]]:
+    """Drive a scenario with KV events enabled: the events of the engine, its start, and the stream."""
     from vllm.distributed.kv_events import KVEventBatch
 
     monkeypatch.setenv("KVLEDGER_EVENTS_KEY", KEY)
@@ -103,6 +105,12 @@ def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Compared:
     assert (key.print, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
     stream = [decoded(message, 0, 0, key) for message in publisher.messages]
     assert not sum(batch.unreadable for batch in stream)
+    return events, started, stream
+
+
+def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """Drive a scenario with KV events enabled, and compare them with the blocks."""
+    events, started, stream = driven(name, monkeypatch)
     found, counts = compare(events, started, stream, step_by_step=True)
     assert (0, 0) == (counts.gaps, counts.lost_batches)
     whole = Compared(*compare(events, started, stream), stream)

@@ -15,41 +15,50 @@ from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncover
 from .holdings import Holdings
 from .records import TABLE, UNKNOWN, Block, Holder, Pool, Window
 
-STATE = 2
-"""In ``PoolSeen.windows``: the group has states."""
+SLIDING, CHUNKED, STATE = range(3)
+"""Kinds of ``PoolSeen.windows``; a group of another kind has no window that is known."""
 
 LEAK_SECONDS = 900.0
 """How long a connector may keep the blocks of an ended request."""
 
 
-def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
-    groups = {
-        event.groups[i]: (event.groups[i + 1], bool(event.groups[i + 2]))
-        for i in range(0, len(event.groups), 3)
-    }
-    whole = [event.groups[i] for i in range(0, len(event.groups), 3) if event.groups[i + 2] > 1]
-    rows = [row for row in zip(*(iter(event.windows),) * 3, strict=True) if row[0] in groups]
-    windows = {group: Window(tokens, kind > 0) for group, tokens, kind in rows if kind != STATE}
-    states = [group for group, _, kind in rows if kind == STATE]
-    pool = holdings.pools.get(event.pool)
-    if pool is not None and pool.blocks == event.blocks:
-        _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
-        pool.groups, pool.prefix_groups, pool.windows, pool.states = groups, whole, windows, states
-        return
-    idle = event.free_blocks == event.blocks - (event.null_block >= 0)
+def pool_of(event: ev.PoolSeen) -> Pool:
+    """A pool as the engine describes it, without records of its blocks."""
+    rows = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
+    groups = {group: (tokens, bool(places)) for group, tokens, places in rows}
+    windows = [row for row in zip(*(iter(event.windows),) * 3, strict=True) if row[0] in groups]
     empty = event.cached_hashes == 0
-    holdings.pools[event.pool] = Pool(
+    return Pool(
         blocks=event.blocks,
         null_block=event.null_block,
-        idle=idle,
+        idle=event.free_blocks == event.blocks - (event.null_block >= 0),
         has_hash=0 if empty else UNKNOWN,
         free_blocks=event.free_blocks,
         groups=groups,
         hashes={},
         hashes_known=empty,
-        prefix_groups=whole,
-        windows=windows,
-        states=states,
+        prefix_groups=[group for group, _, places in rows if places > 1],
+        windows={
+            group: Window(tokens, kind == CHUNKED)
+            for group, tokens, kind in windows
+            if tokens > 0 and kind in (SLIDING, CHUNKED)
+        },
+        states=[group for group, _, kind in windows if kind == STATE],
+    )
+
+
+def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
+    seen = pool_of(event)
+    pool = holdings.pools.get(event.pool)
+    if pool is None or pool.blocks != event.blocks:
+        holdings.pools[event.pool] = seen
+        return
+    _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
+    pool.groups, pool.prefix_groups, pool.windows, pool.states = (
+        seen.groups,
+        seen.prefix_groups,
+        seen.windows,
+        seen.states,
     )
 
 

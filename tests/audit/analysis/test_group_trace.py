@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit.analysis.group_trace import CHUNKED, SLIDING, STATE, WHOLE, Group, GroupTraceReader
+from kvledger.audit.analysis.group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group
+from kvledger.audit.analysis.group_trace import GroupTraceReader
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit import events as ev
+from kvledger.audit.analysis.group_boundaries import SLIDING, Group
 from kvledger.audit.analysis.routed_cache import RecentCounts, RoutedCache
 from kvledger.audit.analysis.router_index import TokensIndex, UncountedIndex, contents_of
 from kvledger.audit.analysis.routing import (
@@ -33,6 +34,7 @@ from kvledger.audit.analysis.routing import (
     Sides,
     row_of,
 )
+from kvledger.audit.causes import WINDOW
 from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, Change
 from kvledger.audit.ledger.kv_stream import kv_events
 from kvledger.audit.replay.routed import asked_in_order
@@ -179,6 +181,48 @@ def test_found_tokens_that_were_not_predicted(side: EngineSide, asked: RoutedReq
     found = row(asked, side)
 
     assert ({}, causes) == (found.missed, found.surplus)
+
+
+WINDOWS = {11: 211, 12: 212, 13: 213, 14: 214}
+"""By the hash id of a block of full attention: that of the same tokens in a group of sliding windows."""
+
+
+def with_windows(side: EngineSide) -> EngineSide:
+    """The engine has a group of windows, of which a hit needs the last block."""
+    side.cache.others = [Group(1, SIZE, SLIDING, SIZE)]
+    for place, hash_id in enumerate(PROMPT, 1):
+        side.cache.in_groups[1, place * SIZE, hash_id] = WINDOWS[hash_id]
+    return side
+
+
+@pytest.mark.parametrize(
+    ("said", "then", "lost", "local", "causes"),
+    [
+        ([*PROMPT, 212, 214], [], [], 64, ({}, {})),
+        ([*PROMPT, 212], [], [], 32, ({}, {})),
+        ([*PROMPT, 212, 214], [214], [], 32, ({EVICTED: 32}, {})),
+        ([*PROMPT, 212, 214], [214], [6], 32, ({EVENT_LOST: 32}, {})),
+        ([*PROMPT, 212, 214], [214, 13], [], 32, ({EVICTED: 32}, {})),
+        ([*PROMPT, 212], [-214], [], 64, ({}, {STORED_SINCE: 32})),
+    ],
+    ids=["at the last block", "before it", "evicted", "removal lost", "both evicted", "announced later"],
+)
+def test_a_promise_ends_where_all_groups_have_what_they_need(
+    said: list[int], then: list[int], lost: list[int], local: int, causes: tuple[dict[str, int], ...]
+):
+    """``then``: removed since, or, if negative, stored since."""
+    late = [(REMOVED, each) if each > 0 else (STORED, -each) for each in then]
+    side = with_windows(engine([*stored(*said), *late], stored(*said), lost=lost))
+
+    found = row(request(local), side)
+
+    assert causes == (found.missed, found.surplus)
+
+
+def test_an_index_of_one_group_promises_what_the_window_lacks():
+    side = with_windows(engine(stored(*PROMPT, 212)))
+
+    assert {WINDOW: 32} == row(request(32), side, held={0: 4}).missed
 
 
 def test_tokens_that_only_another_engine_had():
