@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import page
 from proofs.parallel import load, pairs, report
+from tests.serving.pair import PLAIN, SHARING
 from tests.serving.processes import SETTLE_SECONDS, wait_until
 
 from kvledger.audit.journal.catalogue import find_journals
@@ -34,8 +35,10 @@ class Layout(NamedTuple):
     workers: int
     answers: int = load.ANSWERS
     left: int = load.LEFT
-    changed: bool = False
-    """Whether a byte is changed on the way, which is one finding."""
+    harmed: bool = False
+    """Whether one load brings other KV than was computed, which is one finding."""
+    prefilled: int = 0
+    """Calls that the prefill engine alone gets."""
 
 
 SERVERS = {
@@ -48,7 +51,16 @@ SERVERS = {
     for name, connector in pairs.CONNECTORS.items()
 }
 SERVERS["changed-byte"] = Layout(
-    "prefill and decode, NixlConnector, one changed byte", 2, 2, pairs.ANSWERS + 1, pairs.LEFT, changed=True
+    "prefill and decode, NixlConnector, one changed byte", 2, 2, pairs.ANSWERS + 1, pairs.LEFT, harmed=True
+)
+SERVERS["expired-lease"] = Layout(
+    "prefill and decode, NixlConnector, read after a lease of 1 s",
+    engines=2,
+    workers=2,
+    answers=PLAIN + SHARING + 1,
+    left=0,
+    harmed=True,
+    prefilled=len(pairs.OTHER_PROMPTS),
 )
 """Servers by name."""
 
@@ -63,9 +75,10 @@ def run(name: str, folder: Path, level: str) -> report.Row:
     _, audit = kvledger("audit", journals)
     requests = [kvledger("audit", journal)[1]["requests"] for journal in find_journals([journals])]
     row = report.row(layout.options, requests, usage, audit)
-    if layout.changed:
-        wrong = list(pairs.problems_of_change(folder, audit["violations"]))
-        row = row._replace(wrong=tuple(wrong))
+    if name == "changed-byte":
+        row = row._replace(wrong=tuple(pairs.problems_of_change(folder, audit["violations"])))
+    elif name == "expired-lease":
+        row = row._replace(wrong=tuple(pairs.problems_of_lease(audit["violations"])))
     for problem in _problems(name, row):
         _say(f"{name}: {problem}")
     return row
@@ -77,7 +90,8 @@ def _serve(name: str, folder: Path, level: str) -> None:
     if name in pairs.CONNECTORS:
         with pairs.running(name, folder, level) as pair:
             served = time.monotonic()
-            (pairs.send_changed if SERVERS[name].changed else pairs.send)(pair)
+            sending = {"changed-byte": pairs.send_changed, "expired-lease": pairs.send_late}
+            sending.get(name, pairs.send)(pair)
     else:
         with load.running(folder, SERVERS[name].options, level) as server:
             served = time.monotonic()
@@ -87,8 +101,9 @@ def _serve(name: str, folder: Path, level: str) -> None:
 
 def _problems(name: str, row: report.Row) -> list[str]:
     layout = SERVERS[name]
-    expected = ("content/transfer",) if layout.changed else ()
-    return list(report.problems(row, layout.engines, layout.workers, layout.answers, layout.left, expected))
+    expected = ("content/transfer",) if layout.harmed else ()
+    counts = layout.engines, layout.workers, layout.answers, layout.left
+    return list(report.problems(row, *counts, expected, layout.prefilled))
 
 
 def kvledger(*arguments: object) -> tuple[int, Any]:

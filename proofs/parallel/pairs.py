@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,13 +22,19 @@ CONNECTORS = {
     "nixl-pair": "NixlConnector",
     "lmcache-pair": "LMCacheMPConnector",
     "changed-byte": "NixlConnector",
+    "expired-lease": "NixlConnector",
 }
 """Pairs by name: a store in a folder, a transfer between both engines, and the server of LMCache.
 
-In ``changed-byte`` a byte of a received block is changed before the decode engine reads it.
+In ``changed-byte`` a byte of a received block is changed before the decode engine reads it. In
+``expired-lease`` the prefill engine keeps blocks for a second, and the decode engine reads those of one
+request later.
 """
 
 CHANGED_PROMPT = 80
+LEASED_PROMPT, LEASED_BLOCKS = 85, 4
+OTHER_PROMPTS, OTHER_BLOCKS = range(400, 424), 6
+"""What the prefill engine computes when the lease is over, so that it needs every block of its pool."""
 
 CONTENT = {"KVLEDGER_CONTENT_KEY": "a key of these servers", "KVLEDGER_CONTENT_STORE": "fleet"}
 
@@ -52,7 +59,7 @@ def running(name: str, folder: Path, level: str) -> Iterator[Pair]:
     connector = CONNECTORS[name]
     with store(connector):
         changed = {"CHANGED_REQUEST": "cmpl-changed-", "CHANGED_FILE": str(folder / "changed.json")}
-        more = changed if name == "changed-byte" else {}
+        more = {"changed-byte": changed, "expired-lease": {"LEASE_SECONDS": "1"}}.get(name, {})
         pair = Pair(folder, connector, KVLEDGER_LEVEL=level, **CONTENT, **more)
         try:
             pair.start()
@@ -78,6 +85,31 @@ def send_changed(pair: Pair) -> None:
     """Send the load, and then the call of which the decode engine receives other KV than was computed."""
     send(pair)
     pair.complete("changed", prompt(CHANGED_PROMPT))
+
+
+def send_late(pair: Pair) -> None:
+    """Send the load, and then a call that the decode engine gets when the lease of its blocks is over."""
+    load(pair)
+    tokens = prompt(LEASED_PROMPT, LEASED_BLOCKS)
+    transfer = pair.prefilled("leased", tokens)
+    time.sleep(3)
+    for number in OTHER_PROMPTS:
+        pair.prefilled(f"other-{number}", prompt(number, OTHER_BLOCKS))
+    pair.decoded("leased", tokens, transfer)
+
+
+def problems_of_lease(violations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the finding does not say of the blocks that were read after their lease."""
+    found = [each for each in violations if each["severity"] == "violation"]
+    if ["content/transfer"] != [each["id"] for each in found]:
+        yield f"one content/transfer is expected, not {[each['id'] for each in found]}"
+        return
+    figures = found[0]["figures"]
+    reader, (writer, _, prefill) = figures["reader"], figures["writer"].partition(" in ")
+    if len(figures["blocks"]) != LEASED_BLOCKS or figures["tokens"] != LEASED_BLOCKS * BLOCK_TOKENS:
+        yield f"the finding names the blocks {figures['blocks']} and {figures['tokens']} tokens"
+    if not (reader.startswith("cmpl-leased-") and writer.startswith("cmpl-leased-") and " pid " in prefill):
+        yield f"the finding names {reader!r} and {figures['writer']!r}"
 
 
 def problems_of_change(folder: Path, violations: Sequence[Mapping[str, Any]]) -> Iterator[str]:

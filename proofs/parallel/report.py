@@ -68,12 +68,18 @@ def row(options: str, requests: Sequence[int], usage: Mapping[str, Any], audit: 
 
 
 def problems(
-    row: Row, engines: int, workers: int, answers: int, left: int, expected: tuple[str, ...] = ()
+    row: Row,
+    engines: int,
+    workers: int,
+    answers: int,
+    left: int,
+    expected: tuple[str, ...] = (),
+    prefilled: int = 0,
 ) -> Iterator[str]:
     """What is not as it should be: a difference without a cause, a finding, an engine without requests.
 
     ``left``: how many clients leave, of whose first attempt no line of the log tells. ``expected``: the
-    findings that were induced.
+    findings that were induced. ``prefilled``: how many calls the prefill engine alone gets, which has no log.
     """
     yield from row.wrong
     logged = sum(row.calls.values())
@@ -88,7 +94,8 @@ def problems(
         yield f"of {engines} engines, these were observed with so many requests: {row.requests}"
     if row.workers is not None and row.workers != workers:
         yield f"of {workers} workers, {row.workers} verified the KV in their blocks"
-    if set(row.unlogged) - {"aborted"} or row.unlogged.get("aborted", 0) > left:
+    unlogged = dict(row.unlogged)
+    if unlogged.pop("length_capped", 0) != prefilled or unlogged.pop("aborted", 0) > left or unlogged:
         yield f"calls in no line of the log: {dict(row.unlogged)}"
 
 
@@ -134,7 +141,10 @@ with the same `X-Request-Id`; and tool loops, chats whose next turn has the earl
 tool and its result. The pool is too small for all of it, so blocks are evicted. A prefill and a decode
 engine get single calls, streams, repeated calls, clients that leave, and prompts that grow. Where one byte
 is changed, after NIXL has filled a block of the decode engine and before that engine reads it,
-`content/transfer` has to name that block, its layer, and the requests of both engines.
+`content/transfer` has to name that block, its layer, and the requests of both engines. Where a request is
+read after the lease of its blocks, the prefill engine has computed other requests in them by then: vLLM 0.32
+reads them all the same (it checks the time only when a prefill engine reads back what a decode engine
+computed), and `content/transfer` has to name all blocks of the request, their tokens, and both engines.
 
 Each rank of data parallelism is an engine with a journal and a prefix cache of its own: a prompt that one
 rank cached is computed by the other one, and the samples of one call may be on both. The workers of

@@ -57,7 +57,8 @@ class PairedEngine(Engine):
             "kv_connector_extra_config": {"shared_storage_path": str(self.folder / "store")},
         }
         if self._connector == "NixlConnector":
-            del transfer["kv_connector_extra_config"]
+            lease = self._variables.get("LEASE_SECONDS")
+            transfer["kv_connector_extra_config"] = {"kv_lease_duration": int(lease)} if lease else {}
             transfer["kv_buffer_device"] = "cpu"
             if "CHANGED_REQUEST" in self._variables:
                 command[command.index("-m") + 1] = "tests.serving.nixl_api_server"
