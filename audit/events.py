@@ -837,8 +837,8 @@ class ChildMatched(Event, frozen=True, array_like=True, tag=64):
 class BlocksPromised(Event, frozen=True, array_like=True, tag=65):
     """The blocks that the external tokens of a life will fill, in the order of their positions.
 
-    The tokens are ``tokens`` positions from ``start`` up; a block has ``block_tokens``. Emitted only for an
-    engine with one KV cache group.
+    The tokens are ``tokens`` positions from ``start`` up; a block has ``block_tokens``. With several KV cache
+    groups, the blocks are those of the first group of full attention; without one, the event is not emitted.
     """
 
     request: int

@@ -117,6 +117,8 @@ class StoreContents:
         self._cached: list[tuple[int, int, bool]] = []
         """Blocks cached since the last step was scheduled, their hash ids, and whether the store had them
         then. A step's promises and orders to store come after them."""
+        self._of_others: set[int] = set()
+        """Blocks whose content is of another KV cache group than the one that is counted."""
         self._read: dict[int, list[tuple[int, int]]] = {}
         """Blocks that the load of a request has filled, and their hash ids. It may yet be reported as
         failed."""
@@ -128,15 +130,26 @@ class StoreContents:
         return next(iter(pools.values())) if len(pools) == 1 else None
 
     @property
+    def _followed(self) -> tuple[int, int]:
+        """The KV cache group whose blocks are counted, and its tokens per block; 0: there is none.
+
+        It is the only group, or the first of full attention.
+        """
+        pool = self._pool
+        if pool is None or not pool.groups:
+            return -1, 0
+        group = next(iter(pool.prefix_groups if len(pool.groups) > 1 else pool.groups), -1)
+        return group, pool.groups[group][0] if group >= 0 else 0
+
+    @property
     def block_tokens(self) -> int:
-        """Tokens of a block; 0 for an engine with several KV cache groups."""
-        groups = self._pool.groups if self._pool is not None else {}
-        return next(iter(groups.values()))[0] if len(groups) == 1 else 0
+        """Tokens of a block; 0 for an engine with several KV cache groups and none of full attention."""
+        return self._followed[1]
 
     def saved(self, event: ev.BlocksSaved) -> None:
         """The connector was ordered to store blocks."""
         for block in event.blocks:
-            for hash_id in self._hashes(block):
+            for hash_id in self._hashes(block) if block not in self._of_others else ():
                 content = self.contents.get(hash_id)
                 if content is None:
                     self.contents[hash_id] = Content(event.at)
@@ -169,7 +182,12 @@ class StoreContents:
 
     def cached(self, event: ev.BlocksCached) -> None:
         """Blocks are cached: they were computed, or a load has filled them."""
-        for _, __, ___, blocks, hash_ids, ____ in event.calls():
+        followed = self._followed[0]
+        for _, group, __, blocks, hash_ids, ___ in event.calls():
+            if group not in (-1, followed):
+                self._of_others.update(blocks)
+                continue
+            self._of_others.difference_update(blocks)
             for block, hash_id in zip(blocks, hash_ids, strict=False):
                 self._cached.append((block, hash_id, hash_id in self.contents))
 
@@ -241,7 +259,7 @@ def store_return(
     if started.level == "tokens":
         unknown = "the journal is of level tokens; KVLEDGER_LEVEL=blocks records what is stored"
     elif not size:
-        unknown = "the engine has several KV cache groups"
+        unknown = "the engine has several KV cache groups, and none of full attention"
     elif settings.get("plan") == "opaque":
         unknown = "the connector's metadata can't be read"
     block_bytes, workers = int(settings.get("block_bytes") or 0), int(settings.get("workers") or 1)

@@ -16,6 +16,7 @@ from .. import events as ev
 from .connector_metadata.metadata_reader import Saved
 from .engine_counts import EngineCounts
 from .observer import Observer
+from .pool.pool_census import WHOLE_MANAGER
 from .prompt_reports import PromptReports
 from .prompt_sample import PromptSample, prompt_sample
 from .queue_watch import QueueWatch
@@ -80,6 +81,8 @@ class Admissions:
         """External tokens promised in this step and the request's blocks, by request id."""
         self.not_admitted = NOTHING
         """Lookups, queried and hit tokens without an admission, in releases that count every attempt."""
+        self._followed_group = followed_group(self._scheduler)
+        """The KV cache group whose blocks a promise names, and its tokens per block."""
         self._statistics: tuple[int, ...] | None = None
         """The engine's lookup statistics when the step began; None if no request waited."""
         self.defers_loads: bool = hasattr(self._scheduler, "deferred_loads")
@@ -175,11 +178,9 @@ class Admissions:
             return  # the tokens were promised in an earlier step
         attempt.external = num_external_tokens
         if num_external_tokens > 0:
-            groups = blocks.get_block_ids()
-            self._promises[request.request_id] = (
-                num_external_tokens,
-                list(groups[0]) if len(groups) == 1 else [],
-            )
+            group, groups = self._followed_group[0], blocks.get_block_ids()
+            table = list(groups[group]) if 0 <= group < len(groups) else []
+            self._promises[request.request_id] = num_external_tokens, table
 
     def tiers_reported(self, _: None, result: Any, request: Any, num_external_tokens: int) -> None:
         """``get_external_cache_hit_sources`` answered. Emits ``TiersReported``, after an admission."""
@@ -208,14 +209,13 @@ class Admissions:
             return
         if "saves" in reader.READS:
             self._plan_saves(reader.saves(metadata))
-        size = self._scheduler.block_size
         if observer.pools is not None and "blocks" in reader.READS:
-            stored = reader.stored(metadata, size)
+            stored = reader.stored(metadata, self._scheduler.block_size)
             if stored:
                 self.planned.append(ev.BlocksSaved(self._log.now(), observer.step, stored))
         if not self._promises:
             return
-        filled = reader.filled(metadata, size)
+        filled, size = reader.filled(metadata, self._scheduler.block_size), self._followed_group[1]
         for request_id, __, tokens, promised in self._promised_blocks():
             if self.attempts[request_id].asynchronous:
                 continue
@@ -226,7 +226,7 @@ class Admissions:
 
     def _plan_promised_blocks(self) -> None:
         """The blocks that the loads promised in this step will fill."""
-        size, log, step = self._scheduler.block_size, self._log, self._observer.step
+        size, log, step = self._followed_group[1], self._log, self._observer.step
         for request_id, start, tokens, promised in self._promised_blocks():
             if promised:
                 number = log.ids[request_id]
@@ -235,7 +235,7 @@ class Admissions:
 
     def _promised_blocks(self) -> Iterator[tuple[str, int, int, list[int]]]:
         """Request id, first position, tokens and blocks of each promise whose blocks are known."""
-        size = self._scheduler.block_size
+        size = self._followed_group[1]
         for request_id, (tokens, blocks) in self._promises.items():
             start = self.attempts[request_id].local
             if blocks:
@@ -379,3 +379,16 @@ def _cache_statistics(stats: Any) -> tuple[int, int, int]:
         stats.queries + stats.preempted_queries,
         stats.hits + stats.preempted_hits,
     )
+
+
+def followed_group(scheduler: Any) -> tuple[int, int]:
+    """The KV cache group whose blocks a promise names, and its tokens per block; -1: there is none.
+
+    It is the only group, or the first of full attention, in which a load fills every block.
+    """
+    coordinator = getattr(scheduler.kv_cache_manager, "coordinator", None)
+    managers = getattr(coordinator, "single_type_managers", ())
+    if len(managers) < 2:
+        return 0, scheduler.block_size
+    whole = [manager for manager in managers if type(manager).__name__ == WHOLE_MANAGER]
+    return (whole[0].kv_cache_group_id, whole[0].block_size) if whole else (-1, scheduler.block_size)

@@ -25,6 +25,9 @@ WHOLE = 2
 STATE = 2
 """A kind of windows (``PoolSeen.windows``): tokens read one checkpoint."""
 
+WHOLE_MANAGER = "FullAttentionManager"
+"""The manager of a group in which a hit needs every block below it."""
+
 POSITIONAL = frozenset(
     ("ChunkedLocalAttentionManager", "FullAttentionManager", "RSWAManager", "SlidingWindowManager")
 )
@@ -72,7 +75,7 @@ class Sweep:
             for manager in self._managers:
                 if manager.block_pool is pool:
                     name = type(manager).__name__
-                    places = WHOLE if name == "FullAttentionManager" else int(name in POSITIONAL)
+                    places = WHOLE if name == WHOLE_MANAGER else int(name in POSITIONAL)
                     groups += (manager.kv_cache_group_id, manager.block_size, places)
                     windows += _window(name, manager)
             self._emit(

@@ -26,6 +26,7 @@ from kvledger.audit.events import (
     Event,
     Finished,
     LoadFailed,
+    PoolSeen,
     Preempted,
     Stepped,
 )
@@ -64,7 +65,7 @@ STORED = [*cached(1, 0, 5, A), saved(1, 5), step(1), ends(2, 0)]
 """Request 0 computes content A, which is stored."""
 
 
-def followed(*events: Event) -> StoreContents:
+def followed(*events: Event, pool: PoolSeen = POOL) -> StoreContents:
     ledger = Ledger()
     store = StoreContents(ledger.blocks)
     handlers = {
@@ -76,7 +77,7 @@ def followed(*events: Event) -> StoreContents:
         BlocksCached: store.cached,
         Stepped: store.scheduled,
     }
-    for event in (POOL, *events):
+    for event in (pool, *events):
         ledger.apply(event)
         if type(event) in handlers:
             handlers[type(event)](event)  # type: ignore[operator]
@@ -93,6 +94,20 @@ def returned(*events: Event, level: str = "blocks", **settings: int | str) -> St
         loads=LoadsByTier({"host": Loads(asynchronous=1, waited_us=500_000, asynchronous_tokens=100)}),
         model=StepModel(refused="", coefficients={"prefill_tokens": Coefficient(0.01, 0.0)}),
     )
+
+
+def test_of_several_groups_the_first_of_full_attention_is_counted() -> None:
+    pool = replace(POOL, groups=[0, BLOCK, 1, 1, BLOCK, 2], windows=[0, BLOCK, 0])
+    both = [
+        pool_calls.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 0, 1, 5]),
+        pool_calls.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 1, 1, 6]),
+        BlocksCached(1, 1, 0, [0, 0, BLOCK, 1, 5, B, BLOCK]),
+        BlocksCached(1, 1, 0, [0, 1, BLOCK, 1, 6, A, BLOCK]),
+    ]
+
+    store = followed(*both, saved(2, 5, 6), step(2), ends(3, 0), pool=pool)
+
+    assert (BLOCK, [A]) == (store.block_tokens, list(store.contents))
 
 
 def test_content_that_no_load_brings_back_was_never_read() -> None:

@@ -23,7 +23,18 @@ from kvledger.audit.engines import observer
 from kvledger.audit.engines.connector_metadata import metadata_readers, reader_of
 from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader
 from kvledger.audit.engines.connector_metadata.simple_cpu_offload import SimpleCPUOffloadReader
-from kvledger.audit.events import ChildMatched, Finished, FreeCompleted, FreeDelayed, HandedOver
+from kvledger.audit.events import (
+    BlocksPromised,
+    ChildMatched,
+    Finished,
+    FreeCompleted,
+    FreeDelayed,
+    HandedOver,
+    PoolCalls,
+    PoolSeen,
+)
+from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.pool_calls import BlocksAllocated
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,6 +58,27 @@ def test_blocks_kept_for_a_transfer_are_reported_when_kept_and_when_free(
     assert {event.request for event in kept} == {
         event.request for event in events if isinstance(event, FreeCompleted)
     }
+
+
+def test_a_promise_of_several_groups_names_the_blocks_of_full_attention() -> None:
+    _, events = observe(SCENARIOS["hybrid_external"], "blocks")
+    (pool,) = [event for event in events if isinstance(event, PoolSeen)]
+    (whole,) = [row[0] for row in zip(*(iter(pool.groups),) * 3, strict=True) if row[2] == 2]
+    allocated = {
+        block
+        for event in events
+        if isinstance(event, PoolCalls)
+        for call in calls(event)
+        if isinstance(call, BlocksAllocated)
+        for _, group, blocks in call.calls()
+        if group == whole
+        for block in blocks
+    }
+
+    promises = [event for event in events if isinstance(event, BlocksPromised)]
+
+    assert [(0, 96, 6)] == [(each.start, each.tokens, len(each.blocks)) for each in promises]
+    assert allocated.issuperset(promises[0].blocks)
 
 
 @pytest.mark.parametrize(
