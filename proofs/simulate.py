@@ -1,10 +1,13 @@
 """Compares `kvledger simulate` with real engines of other sizes that served the same client.
 
-Usage: make proof NAME=simulate ARGS="[--requests N] [--rate N] [--blocks N] [--rounds N] [--keep DIR]"
+Usage: make proof NAME=simulate ARGS="[--closed-loop] [--requests N] [--rate N] [--blocks N] [--rounds N]
+    [--keep DIR]"
 
 A client sends the same requests at the same times to a real vLLM engine with a tiny model on this CPU: as
-recorded, with half and twice the blocks, and with half the token budget, each --rounds times, interleaved.
-The journals of the recorded configuration predict the others. Every row is printed, misses included. Exits
+recorded, with half and twice the blocks, half the token budget, priorities, blocks of twice the size, and
+without asynchronous scheduling, each --rounds times, interleaved. With --closed-loop a conversation goes on
+only some time after its answer. The journals of the recorded configuration predict the others. Every row is
+printed, misses included. Exits
 with 1 unless, for every row: hits are within 1 point; preemptions within 10 %, or 5 of fewer than 70; and,
 below 80 % of the engine's time, the first token's median and 95th percentile are inside the band of the real
 runs, widened by 15 %.
@@ -14,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import heapq
+import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +47,17 @@ LOADED = 0.8
 
 
 class Arrival(NamedTuple):
-    """A request: when it comes, which conversation it continues, new tokens, output tokens."""
+    """A request: when it comes, which conversation it continues, new tokens, output tokens.
+
+    ``pause``: in a closed loop it comes so many seconds after the conversation's last answer.
+    """
 
     at: float
     conversation: int
     new: list[int]
     output: int
+    pause: float
+    priority: int
 
 
 def arrivals(requests: int, rate: float, seed: int) -> tuple[list[list[int]], list[Arrival]]:
@@ -65,8 +76,52 @@ def arrivals(requests: int, rate: float, seed: int) -> tuple[list[list[int]], li
             begins.append(list(rng.choices(systems, [1 / (rank + 1) for rank in range(SYSTEM_PROMPTS)])[0]))
             running.append(len(begins) - 1)
             del running[:-CONVERSATIONS]
-        found.append(Arrival(at, rng.choice(running), tokens(rng.randrange(8, 48)), rng.randrange(4, 40)))
+        new, output = tokens(rng.randrange(8, 48)), rng.randrange(4, 40)
+        pause, priority = rng.expovariate(rate / CONVERSATIONS), rng.randrange(3)
+        found.append(Arrival(at, rng.choice(running), new, output, pause, priority))
     return begins, found
+
+
+class Client:
+    """Sends the requests of conversations; in a closed loop each waits for the answer before it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.histories, self._requests = arrivals(arguments.requests, arguments.rate, arguments.seed)
+        self._closed: bool = arguments.closed_loop
+        self._waiting: dict[int, list[Arrival]] = {}
+        """By conversation: the requests that wait for its answer, the first one first."""
+        self._due: list[tuple[float, int, Arrival]] = []
+        """A heap of the requests that are not sent: when they come, and their number."""
+        for number, each in enumerate(self._requests):
+            before = self._waiting.get(each.conversation)
+            if self._closed and before is not None:
+                before.append(each)
+            else:
+                self._waiting[each.conversation] = []
+                heapq.heappush(self._due, (each.at, number, each))
+        self._sent = len(self._requests)
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next request comes; None: none is due."""
+        return self._due[0][0] if self._due else None
+
+    def take(self) -> Arrival:
+        """The next request, whose prompt is now the conversation's history."""
+        _, _, each = heapq.heappop(self._due)
+        history = self.histories[each.conversation]
+        if len(history) + len(each.new) + each.output > SEQUENCE_TOKENS - 8:
+            del history[160:]
+        history += each.new
+        return each
+
+    def answered(self, each: Arrival, tokens: Sequence[int], at: float) -> None:
+        """The answer is a part of the next prompt."""
+        self.histories[each.conversation] += tokens
+        if waiting := self._waiting[each.conversation] if self._closed else []:
+            self._sent += 1
+            following = waiting.pop(0)
+            heapq.heappush(self._due, (at + following.pause, self._sent, following))
 
 
 class Clock:
@@ -114,55 +169,53 @@ def run_engine(folder: Path, arguments: argparse.Namespace) -> None:
         enforce_eager=True,
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
         enable_prefix_caching=True,
-        block_size=BLOCK_TOKENS,
-        num_gpu_blocks_override=arguments.blocks,
         max_model_len=SEQUENCE_TOKENS,
         max_num_seqs=RUNNING,
-        max_num_batched_tokens=arguments.budget,
         scheduler_reserve_full_isl=False,  # so that prompts are preempted too
+        **json.loads(arguments.options),
     )
-    engine, clock = llm.llm_engine, Clock()
-    histories, requests = arrivals(arguments.requests, arguments.rate, arguments.seed)
-    of_request: dict[str, int] = {}
+    engine, clock, client = llm.llm_engine, Clock(), Client(arguments)
+    sent: dict[str, Arrival] = {}
     warm = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
     engine.add_request("warm", {"prompt_token_ids": list(range(2, 402))}, warm)  # compile what is compiled
     while engine.has_unfinished_requests():
         engine.step()
     clock.observe()  # the observer is there since the first request
-    began, place = clock.seconds, 0
-    while place < len(requests) or engine.has_unfinished_requests():
-        while place < len(requests) and began + requests[place].at <= clock.seconds:
-            each = requests[place]
-            history = histories[each.conversation]
-            if len(history) + len(each.new) + each.output > SEQUENCE_TOKENS - 8:
-                del history[160:]
-            history += each.new
+    began = clock.seconds
+    while client.next_at is not None or engine.has_unfinished_requests():
+        while client.next_at is not None and began + client.next_at <= clock.seconds:
+            each = client.take()
+            name, prompt = f"r{len(sent)}", {"prompt_token_ids": list(client.histories[each.conversation])}
             sampling = SamplingParams(
                 temperature=0.0, max_tokens=each.output, ignore_eos=True, detokenize=False
             )
-            engine.add_request(f"r{place}", {"prompt_token_ids": list(history)}, sampling)
-            of_request[f"r{place}"] = each.conversation
-            place += 1
+            engine.add_request(name, prompt, sampling, priority=each.priority)
+            sent[name] = each
         if engine.has_unfinished_requests():
             for output in engine.step():
-                if output.finished:  # the answer is a part of the next prompt
-                    histories[of_request[output.request_id]] += output.outputs[0].token_ids
-        else:
-            clock.skip(began + requests[place].at - clock.seconds)
+                if output.finished:
+                    tokens = output.outputs[0].token_ids
+                    client.answered(sent[output.request_id], tokens, clock.seconds - began)
+        elif client.next_at is not None:
+            clock.skip(began + client.next_at - clock.seconds)
     engine.engine_core.shutdown()
 
 
-def recorded(folder: Path, name: str, blocks: int, budget: int, arguments: argparse.Namespace) -> Path:
-    """The journal of one run, in a process of its own."""
+def recorded(folder: Path, name: str, options: Mapping[str, Any], arguments: argparse.Namespace) -> Path:
+    """The journal of one run with these engine arguments, in a process of its own."""
     journal = folder / name
     if journal.exists():
         return journal
     environment = os.environ | {"KVLEDGER_DIR": str(journal), "KVLEDGER_LEVEL": "blocks"}
-    command = [sys.executable, __file__, "--run", "--keep", str(folder), "--blocks", str(blocks)]
-    command += ["--budget", str(budget), "--requests", str(arguments.requests)]
-    command += ["--rate", str(arguments.rate), "--seed", str(arguments.seed)]
+    command = [sys.executable, __file__, "--run", "--keep", str(folder), "--options", json.dumps(options)]
+    command += ["--requests", str(arguments.requests), "--rate", str(arguments.rate)]
+    command += ["--seed", str(arguments.seed), *["--closed-loop"] * arguments.closed_loop]
     subprocess.run(command, env=environment, check=True)
     return journal
+
+
+SETTINGS = {"num_gpu_blocks_override": "num_gpu_blocks"}
+"""Names of settings, by the argument of vLLM's engine where that is another."""
 
 
 class Row(NamedTuple):
@@ -182,12 +235,19 @@ FIGURES = (
 )
 
 
-def measured(journal: Path, variants: list[Variant], workers: int) -> tuple[Outcome, list[Outcome]]:
+def measured(
+    journal: Path, variants: list[Variant], arguments: argparse.Namespace
+) -> tuple[Outcome, list[Outcome]]:
     """The recording, its calibration, and the variants in their order."""
     [folder] = [each for each in journal.iterdir() if each.is_dir()]
     with Reader(folder) as reader:
         events = (event for batch in reader.poll() for event in batch.events)
-        with Study(events, commands=lambda _: (sys.executable,), workers=workers) as study:
+        with Study(
+            events,
+            commands=lambda _: (sys.executable,),
+            workers=arguments.jobs,
+            closed=arguments.closed_loop,
+        ) as study:
             recording = study.outcome("real", study.traffic.version, study.recorded)
             if not variants:
                 return recording, []
@@ -204,21 +264,33 @@ def measured(journal: Path, variants: list[Variant], workers: int) -> tuple[Outc
 
 def compare(folder: Path, arguments: argparse.Namespace) -> bool:
     """Print every row; whether all are within what is promised."""
-    blocks, budget = arguments.blocks, arguments.budget
-    setups = {
-        "as recorded": (blocks, budget, Variant()),
-        "half the blocks": (blocks // 2, budget, Variant("", (("num_gpu_blocks", blocks // 2),))),
-        "twice the blocks": (2 * blocks, budget, Variant("", (("num_gpu_blocks", 2 * blocks),))),
-        "half the budget": (blocks, budget // 2, Variant("", (("max_num_batched_tokens", budget // 2),))),
+    blocks = arguments.blocks
+    as_recorded: dict[str, Any] = {
+        "num_gpu_blocks_override": blocks,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "block_size": BLOCK_TOKENS,
     }
-    rows = {name: Row(name, [], []) for name in setups}
+    changes: dict[str, dict[str, Any]] = {
+        "as recorded": {},
+        "half the blocks": {"num_gpu_blocks_override": blocks // 2},
+        "twice the blocks": {"num_gpu_blocks_override": 2 * blocks},
+        "half the budget": {"max_num_batched_tokens": STEP_TOKENS // 2},
+        "priorities": {"scheduling_policy": "priority"},
+        "blocks twice as long": {"num_gpu_blocks_override": blocks // 2, "block_size": 2 * BLOCK_TOKENS},
+        "not asynchronous": {"async_scheduling": False},
+    }
+    variants = [
+        Variant("", tuple((SETTINGS.get(key, key), value) for key, value in change.items()))
+        for change in changes.values()
+    ]
+    rows = {name: Row(name, [], []) for name in changes}
     for number in range(arguments.rounds):
-        for name, (size, tokens, _) in setups.items():
-            journal = recorded(folder, f"{name.replace(' ', '-')}-{number}", size, tokens, arguments)
-            wanted = [variant for _, _, variant in setups.values()] if name == "as recorded" else []
-            real, predicted = measured(journal, wanted, arguments.jobs)
+        for name, change in changes.items():
+            journal = recorded(folder, f"{name.replace(' ', '-')}-{number}", as_recorded | change, arguments)
+            wanted = variants if name == "as recorded" else []
+            real, predicted = measured(journal, wanted, arguments)
             rows[name].real.append(real)
-            for other, outcome in zip(setups, predicted, strict=False):
+            for other, outcome in zip(changes, predicted, strict=False):
                 rows[other].predicted.append(outcome)
     results = [judged(row) for row in rows.values()]  # print every row
     return all(results)
@@ -244,7 +316,7 @@ def judged(row: Row) -> bool:
         judges = not title.startswith(("load", "first") if loaded else "load")
         good &= within or not judges
         words = ("" if within else "  MISSED") if judges else "  (unknown)" if unknown else "  (not judged)"
-        print(f"{row.name:18} {title:20} real {real_words:28} predicted {predicted_words:28}{words}")
+        print(f"{row.name:20} {title:20} real {real_words:28} predicted {predicted_words:28}{words}")
     return good
 
 
@@ -255,7 +327,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--rate", type=float, default=12.0)
     parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=STEP_TOKENS)
+    parser.add_argument("--closed-loop", action="store_true", help="a conversation waits for its answers")
+    parser.add_argument("--options", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="predictions at a time")
