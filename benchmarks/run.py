@@ -23,7 +23,7 @@ from benchmarks.validity import InvalidRound
 from kvledger.audit.demo.process import output_to
 
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
-SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "speculative", *BLOCKS)
+SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "images", "speculative", *BLOCKS)
 REPLAY = ("churn-short", "speculative")
 PARTS = (*SCHEDULER, "engine", "content", "replay", "sidecar", "turns")
 

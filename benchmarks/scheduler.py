@@ -42,6 +42,7 @@ from typing import Any
 
 from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 from benchmarks.validity import require_complete
+from tests.scenarios.driving import images
 
 from kvledger.audit.conformance.engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
 from kvledger.audit.conformance.runner import ModelStep, Runner, tokens
@@ -66,6 +67,9 @@ EQUAL = LANES[1:]
 FRESH_STEPS = 16
 """Untimed steps after another engine has become the observed one."""
 
+ENCODER_IMAGES = 64
+"""How many images the encoder cache holds."""
+
 FAMILIES = 8
 """Number of shared prefixes; each has its own length."""
 
@@ -89,6 +93,8 @@ class Workload:
     """The level of observation."""
     blocks: int = 0
     """Blocks of the pool; 0: as many as the requests may need."""
+    image_tokens: int = 0
+    """Embeddings of the image in each prompt; 0: the model is one of text."""
     weight: int = 1
     """The number of timed steps is divided by this, because the steps are that much longer."""
 
@@ -107,6 +113,14 @@ WORKLOADS = (
     Workload("steady-1024", "steady decode, 1,024 running", 1024, 1.01, weight=2),
     Workload("churn", "churn, 1 to 2 ends a step", 256, 1.03, output_tokens=(64, 256)),
     Workload("churn-short", "churn, 6 to 7 ends a step", 256, 0.0, output_tokens=(16, 64)),
+    Workload(
+        "images",
+        "churn, 1 to 2 ends a step, an image in each prompt",
+        256,
+        1.03,
+        output_tokens=(64, 256),
+        image_tokens=32,
+    ),
     Workload("speculative", "speculative, 3 drafts", 256, 1.03, drafts=3),
     Workload("blocks-256", "level blocks, steady decode, 256 running", 256, 1.03, level="blocks"),
     Workload(
@@ -193,7 +207,13 @@ class Clients:
             prompt,
             hasher=self._hasher,
             max_tokens=dice.randint(*output) if output else self._longest,
+            of_request=self._image(name) if workload.image_tokens else None,
         )
+
+    def _image(self, name: str) -> dict[str, Any]:
+        """An image at the prompt's beginning; half of the requests have one of a few."""
+        identity = str(self._dice.randrange(FAMILIES)) if self._dice.random() < 0.5 else name
+        return images((identity, 0, self.workload.image_tokens))
 
 
 class Lane:
@@ -209,6 +229,7 @@ class Lane:
             max_running=workload.running,
             max_model_len=length + 16,
             drafts=workload.drafts,
+            encoder_tokens=ENCODER_IMAGES * workload.image_tokens,
             log_stats=log_stats,
         )
         self.scheduler: Any = build_scheduler(setup)
