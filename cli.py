@@ -378,13 +378,9 @@ def simulate(
         "A setting, by vLLM's name; several may be given. A name that is given twice has a "
         "row for each value.",
     ),
-    python: list[str] | None = option(
-        "--python RELEASE=INTERPRETER", "The Python of an environment that has a release of vLLM."
-    ),
+    python: list[str] | None = opt.PYTHON,
     rate: float = option("--rate FACTOR", "How much faster the requests come.", 1.0, min=0.001),
-    closed_loop: bool = option(
-        "--closed-loop", "A request that continues an answer comes as long after its end as recorded."
-    ),
+    closed_loop: bool = opt.CLOSED_LOOP,
     find: str = option("--find NAME", "The setting whose smallest value that meets --for is wanted."),
     wanted: str = option('--for "FIGURE >= VALUE"', "The goal of --find, such as hit_share >= 0.45."),
     format: str = opt.TABLE,
@@ -597,11 +593,27 @@ def prune(
     return Report(result, report.render_pruned, report.pruned_csv)
 
 
-@command(opt.AUDIT, "diff journals/before journals/after")
+@command(
+    opt.AUDIT,
+    "diff journals/before journals/after",
+    "diff journals/before journals/after --explain",
+    exit_codes=(
+        "Exit codes: 0 compared, and with --explain explained; 2 bad usage or input, with --explain also a "
+        "recording that can't be simulated, or a release without an environment; 3 the explanation does not "
+        "trust itself, or was interrupted."
+    ),
+)
 def diff(
     before: Path = opt.journals("BEFORE", "A journal, or a folder of journals."),
     after: Path = opt.journals("AFTER", "The one to compare."),
     by: str = opt.BY,
+    explain: bool = option(
+        "--explain",
+        "Simulate the way from one to the other: the parts of traffic, release and each setting. Both need "
+        "level blocks.",
+    ),
+    python: list[str] | None = opt.PYTHON,
+    closed_loop: bool = opt.CLOSED_LOOP,
     verbose: bool = option("--verbose -v", "Print figures that did not change too."),
     format: str = opt.TABLE,
     read: Reading = ALL,
@@ -614,6 +626,21 @@ def diff(
     from .exporters.inputs import journals
     from .exporters.reports import diff as report
 
+    if explain:
+        from .exporters.reports import diff_explained as explained
+
+        with read.journals([before, after], local=True) as (places, window, run):
+            found = explained.explained(
+                places,
+                pythons=python or [],
+                closed=closed_loop,
+                jobs=read.jobs,
+                window=window,
+                run=run,
+                by=by,
+            )
+        render = partial(explained.render, verbose=verbose)
+        return Report(found, render, explained.as_csv, explained.data, found.explanation.code)
     with read.journals([before, after]) as (_, window, run):
         result = report.compare(journals([before]), journals([after]), window=window, run=run, by=by)
     return Report(result, partial(report.render, verbose=verbose), report.as_csv)

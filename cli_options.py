@@ -177,3 +177,7 @@ GPU_HOUR = option(
     "Price of an hour of one engine with all its GPUs; adds a column of costs.",
     min=0.0,
 )
+PYTHON = option("--python RELEASE=INTERPRETER", "The Python of an environment that has a release of vLLM.")
+CLOSED_LOOP = option(
+    "--closed-loop", "A request that continues an answer comes as long after its end as recorded."
+)

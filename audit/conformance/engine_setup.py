@@ -73,6 +73,9 @@ class EngineSetup:
     """Preempted requests of a consumer keep their output in flight; those of a producer lose it."""
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     prefix_caching: bool = True
+    prefix_cache_retention_interval: int | None = None
+    """Tokens between the checkpoints of windows and states that stay cached; None: all of them. Real engines
+    have 0 since 0.30, with which only those at the end of a prompt stay."""
     chunked_prefill: bool = True
     reserve_full_isl: bool = False
     """Off, unlike in vLLM, because it prevents preemption during prefill."""
@@ -240,6 +243,7 @@ def _vllm_config(setup: EngineSetup) -> Any:
         block_size=setup.block_size,
         cache_dtype=setup.cache_dtype,
         enable_prefix_caching=setup.prefix_caching,
+        prefix_cache_retention_interval=setup.prefix_cache_retention_interval,
     )
     config = VllmConfig(
         model_config=model,
@@ -367,7 +371,13 @@ def _kv_cache_config(setup: EngineSetup) -> Any:
     groups = [
         of.KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
     ]
-    return _call(of.KVCacheConfig, num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return _call(
+        of.KVCacheConfig,
+        num_blocks=setup.blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=setup.prefix_cache_retention_interval,
+    )
 
 
 def _state_mode(setup: EngineSetup) -> str:

@@ -21,6 +21,7 @@ NAMES = {
     "async_scheduling": "asynchronous",
     "enable_prefix_caching": "prefix_caching",
     "max_loras": "loras",
+    "prefix_cache_retention_interval": "prefix_cache_retention_interval",
 }
 """Settings by vLLM's name: what the journal calls them."""
 

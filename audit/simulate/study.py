@@ -164,10 +164,12 @@ class Study:
         since: float | None = None,
         until: float | None = None,
         stage: Stage | None = None,
+        shared: dict[tuple[str, ...], Simulators] | None = None,
     ) -> None:
         """``commands``: what stands in front of the options of a release's interpreter ("": the journal's).
         ``since`` and ``until``: Unix seconds; requests that came from then on, or before, are counted, and
-        what came before is simulated too."""
+        what came before is simulated too. ``shared``: processes that several studies use; the caller stops
+        them."""
         self._commands, self._workers = commands, workers
         """The interpreter of a release, and how many simulations run at a time."""
         self._rate, self._closed = rate, closed
@@ -176,8 +178,10 @@ class Study:
         """Is told how far the study is."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvledger-simulate-")
         """Has the traffic, and what each simulation led to."""
-        self._simulators: dict[tuple[str, ...], Simulators] = {}
+        self._simulators: dict[tuple[str, ...], Simulators] = {} if shared is None else shared
         """The processes of each interpreter."""
+        self._owned = shared is None
+        """Whether they end with the study."""
         self._jobs = 0
         """How many simulations were begun."""
         self.since = 0
@@ -193,8 +197,9 @@ class Study:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for simulators in self._simulators.values():
-            simulators.stop()
+        if self._owned:
+            for simulators in self._simulators.values():
+                simulators.stop()
         self._folder.cleanup()
 
     # --- the recording --------------------------------------------------------------------------------
@@ -250,7 +255,20 @@ class Study:
             found.start()
         return found
 
-    def _job(self, variant: Variant, *, by_step: bool = False, rate: float | None = None) -> Job:
+    def end(self, release: str) -> None:
+        """End the processes of a release, which take memory."""
+        found = self._simulators.pop(tuple(self._commands(release)), None)
+        if found is not None:
+            found.stop()
+
+    def _job(
+        self,
+        variant: Variant,
+        *,
+        by_step: bool = False,
+        rate: float | None = None,
+        betas: list[float] | None = None,
+    ) -> Job:
         self._jobs += 1
         traffic, folder = self.traffic, Path(self._folder.name)
         pooling = all(request.pooling for request in traffic.requests)
@@ -260,7 +278,7 @@ class Study:
             result=str(folder / f"result-{self._jobs}"),
             progress=str(folder / f"progress-{self._jobs}"),
             setup=setup,
-            betas=None if by_step else self.betas,
+            betas=None if by_step else (betas or self.betas),
             rate=1.0 if by_step else (self._rate if rate is None else rate),
             closed=self._closed,
             since=self.since,
@@ -357,12 +375,20 @@ class Study:
             yield f"By time the hits are {points:+.1f} points from the recording."
         yield from self.traffic.doubts
 
-    def variants(self, variants: Sequence[Variant]) -> Iterator[Outcome]:
-        """Simulate each by time, as they end."""
-        jobs = [(variant, self._on(variant.release), self._job(variant)) for variant in variants]
+    def variants(self, variants: Sequence[Variant], *, betas: list[float] | None = None) -> Iterator[Outcome]:
+        """Simulate each by time, as they end. ``betas``: step times of another recording."""
+        for _, outcome in self.simulated(variants, betas=betas):
+            yield outcome
+
+    def simulated(
+        self, variants: Sequence[Variant], *, betas: list[float] | None = None
+    ) -> Iterator[tuple[Variant, Outcome]]:
+        """The same, each with its variant."""
+        jobs = [(variant, self._on(variant.release), self._job(variant, betas=betas)) for variant in variants]
         on = {variant: simulators.version for variant, simulators, _ in jobs}
-        for variant, run in self._runs(jobs, f"simulating {len(jobs)} configurations"):
-            yield self._outcome_of(variant, on[variant], run)
+        words = "simulating 1 configuration" if len(jobs) == 1 else f"simulating {len(jobs)} configurations"
+        for variant, run in self._runs(jobs, words):
+            yield variant, self._outcome_of(variant, on[variant], run)
 
     def _outcome_of(self, variant: Variant, release: str, run: Run | LedgerError) -> Outcome:
         if isinstance(run, LedgerError):

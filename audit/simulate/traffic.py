@@ -277,6 +277,8 @@ class TrafficReader:
     # --- the engine -----------------------------------------------------------------------------------
 
     def _engine_started(self, event: ev.EngineStarted) -> None:
+        if event.adapter.startswith("v0"):
+            raise NoTraffic("the engine ran the v0 scheduler, and only that of v1 can be simulated")
         if event.level not in ("blocks", "content"):
             raise NoTraffic(
                 f"the journal is of level {event.level}: simulate needs block events, which "

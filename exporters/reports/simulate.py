@@ -5,7 +5,6 @@ The simulation itself is in ``audit/simulate``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +19,11 @@ from rich.text import Text
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
 from ...audit.journal.reader import Reader
-from ...audit.release_semantics import release as parsed_release
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import cores
 from ...audit.replay.windows import Window
-from ...audit.repro.bisect import built, given, vllm_of
 from ...audit.simulate import settings as of
-from ...audit.simulate.processes import same_release
+from ...audit.simulate.environments import Environments
 from ...audit.simulate.study import BY_TIME, RECORDED, Calibration, Goal, Outcome, Study, goal
 from ...audit.text import printable
 from ..csv_cells import csv_of
@@ -87,8 +84,8 @@ def run(
         find = of.parsed(f"{find}=1")[0]
     changes = [of.parsed(word) for word in settings]
     variants = _variants(releases, changes, rate)
-    environments = _Environments(pythons)
-    with Reader(journals[0]) as reader, _progress() as stage:
+    environments = Environments(pythons)
+    with Reader(journals[0]) as reader, progress() as stage:
         events = (event for batch in reader.poll() for event in batch.events)
         with Study(
             events,
@@ -152,40 +149,6 @@ def _studied(
     except KeyboardInterrupt:
         result.interrupted = True
     return result
-
-
-class _Environments:
-    """The interpreter of each release: those given, that which runs here, and those of this checkout."""
-
-    def __init__(self, pythons: Sequence[str]) -> None:
-        self._given = given(pythons)
-        """Releases by ``--python``."""
-        self._here = ""
-        """The release that this interpreter has; "" until it was asked."""
-
-    def command(self, release: str) -> Sequence[str]:
-        """What stands in front of the options of the interpreter. Raises LedgerError."""
-        for each in self._given:
-            if same_release(each.release.partition(" ")[0], release):
-                return each.command
-        if not self._here:
-            try:
-                self._here = vllm_of(sys.executable)
-            except LedgerError:
-                self._here = "none"
-        if same_release(self._here, release):
-            return (sys.executable,)
-        plain = release.partition("+")[0]
-        if not parsed_release(plain):
-            raise LedgerError(f"{printable(release)!r} is no release of vLLM, such as 0.24.0")
-        try:
-            [environment] = built(Path(), plain)
-        except (LedgerError, ValueError):
-            raise LedgerError(
-                f"there is no environment with vLLM {plain}: give the interpreter of one with "
-                f"--python {plain}=INTERPRETER"
-            ) from None
-        return environment.command
 
 
 # --- what is printed ------------------------------------------------------------------------------------
@@ -349,7 +312,7 @@ def as_csv(one: Simulated) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def progress() -> Iterator[Callable[[str, float], None]]:
     """A bar on a terminal; elsewhere nothing is printed."""
     out = terminal.console(stderr=True)
     if not out.is_terminal:
