@@ -18,12 +18,14 @@ from ..ledger.blocks.entries import (
     ReadInvalid,
     SharedWrite,
     StrayFree,
+    UncommittedHit,
     Uncovered,
 )
 from ..ledger.blocks.provenance import (
     ABSENT,
     FAILED,
     HASHED_OTHERWISE,
+    IN_STEP,
     LEFT,
     OVERWRITTEN,
     PENDING,
@@ -31,19 +33,24 @@ from ..ledger.blocks.provenance import (
     SEQUENCE,
     TAINTED,
     UNFILLED,
+    WITHDRAWN,
 )
 from ..ledger.blocks.records import DEFERRED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (
     VLLM_26813,
+    VLLM_29387,
     VLLM_33775,
     VLLM_37076,
     VLLM_39146,
     VLLM_42571,
     VLLM_42903,
+    VLLM_43569,
     VLLM_43884,
     VLLM_44409,
+    VLLM_56525,
+    VLLM_57580,
     Figure,
     Witness,
     invariant,
@@ -323,6 +330,60 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     )
 
 
+_BEFORE_ITS_STEP = {
+    WITHDRAWN: "request {filler} was preempted in the step that was to compute them, so no worker did",
+    IN_STEP: "the same step computes this state for request {filler}, and reads it before it writes it",
+}
+"""Why the step that writes a cached block had not run."""
+
+
+@invariant(
+    "blocks/uncommitted-hit",
+    stop_now=EVICT_BLOCKS,
+    tokens="tokens",
+    on=(UncommittedHit,),
+    message="In step {step}, request {request} reads {tokens} tokens before they are written, from position "
+    "{start} up, in block {block}{more}: {because}.",
+    references=(VLLM_56525, VLLM_57580, VLLM_43569, VLLM_29387),
+    near_misses=(
+        "a hit in a step that was scheduled before the output of the step that writes came: workers run "
+        "steps in order",
+        "a request that is aborted while its step is in flight: the step runs all the same",
+        "a hit on KV in the step that computes it, in a group with attention",
+        "a hit on the blocks below those of a step that was withdrawn",
+        "a block of a withdrawn step that is allocated again before anybody hits it",
+    ),
+)
+def uncommitted_hit(entry: Entry) -> Iterator[Witness]:
+    """A cached block is read only after the step that writes it was given to the workers.
+
+    The scheduler caches a block when it schedules the step that fills it. Violated when a request reads the
+    block although this step was withdrawn, because the scheduler preempted its request in the same call, or
+    when a step reads a state (as of Mamba layers) that it writes itself. The output of the request is wrong
+    from this step on, as for ``blocks/read-invalid``, which names those who read what the request computes.
+    The hit is settled as unattained, not as local.
+    """
+    subject = entry.subject
+    assert isinstance(subject, UncommittedHit)
+    more = f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else ""
+    because = _BEFORE_ITS_STEP.get(subject.why, _BEFORE_ITS_STEP[WITHDRAWN]).format(filler=subject.filler)
+    yield Witness(
+        None,
+        subject.story,
+        step=entry.step,
+        pool=subject.pool,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+        more=more,
+        tokens=subject.tokens,
+        start=subject.start,
+        end=subject.end,
+        filler=subject.filler,
+        why=subject.why,
+        because=because,
+    )
+
+
 @invariant(
     "blocks/hash-content",
     stop_now=EVICT_BLOCKS,
@@ -344,7 +405,7 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
     Violated when a block is cached for positions beyond its request's sequence, before an asynchronous load
     has finished, when its request's life has ended without filling them, or under a hash that another block
     has for other positions: the next request with this prefix reads KV that does not exist, or the wrong KV.
-    ``blocks/read-invalid`` names each request that hits the block.
+    ``blocks/read-invalid`` or ``blocks/uncommitted-hit`` names each request that hits the block.
     """
     subject = entry.subject
     assert isinstance(subject, CachedContent)
@@ -354,6 +415,8 @@ def hash_content(entry: Entry) -> Iterator[Witness]:
         FAILED: f"which has no KV from position {subject.limit} on, because its load failed",
         HASHED_OTHERWISE: f"under a hash that a block has for positions up to {subject.limit}",
         UNFILLED: f"which has no KV from position {subject.limit} on, because it did not compute them",
+        WITHDRAWN: f"which has no KV from position {subject.limit} on, because it was preempted in the step "
+        "that was to compute them",
     }[subject.why]
     reads = "the wrong KV" if subject.why == HASHED_OTHERWISE else "KV that does not exist"
     sentence = (

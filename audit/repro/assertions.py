@@ -105,6 +105,9 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
         Claim("blocks_in_two_places", _nothing, "blocks in two places of the block tables", "now"),
     ),
     "blocks/read-invalid": (Claim("reported", _valid, "local, external and computed tokens of {request}"),),
+    "blocks/uncommitted-hit": (
+        Claim("reported", _valid, "local, external and computed tokens of {request}"),
+    ),
     "blocks/hash-content": (
         Claim("cached", _whole_blocks, "tokens of {request} that the prefix cache has", "now"),
     ),

@@ -50,6 +50,7 @@ PREEMPTIONS = 0.05
 
 READS = (
     "blocks/read-invalid",
+    "blocks/uncommitted-hit",
     "blocks/hash-content",
     "blocks/hash-map",
     "blocks/write-shared",

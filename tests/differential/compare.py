@@ -38,6 +38,9 @@ def levels() -> tuple[str, ...]:
     return ("tokens",) if follows("unseen blocks") else ("tokens", "blocks")
 
 
+READS = ("blocks/read-invalid", "blocks/uncommitted-hit")
+"""Findings that name a request of which a step reads what is not there."""
+
 GIVEN_BY_HITS = ("settled", "hit_again", "loaded_again", "first_prompt", "rework")
 """Figures that depend on what a local hit gave a request."""
 
@@ -123,7 +126,7 @@ class Expected:
             return  # no invariant covers it
         # In these releases a window moves by drafts of a step whose output the device does not have yet.
         moved = "drafts" in self.history.setup and has("window-moved-by-rejected-drafts")
-        reads = [v for v in auditor.violations if v.id == "blocks/read-invalid"]
+        reads = [v for v in auditor.violations if v.id in READS]
         named = {v.request for v in reads if not (moved and v.figures["why"] == "left")}
         # A request whose placeholders or drafts are miscounted computes positions that have no token.
         wrong = {v.request for v in auditor.violations if v.severity == "violation"}
@@ -158,7 +161,7 @@ class Expected:
         if violation.id == "blocks/hash-content":
             preempted = account is not None and len(account.lives) > 1
             return self.device.went_wrong or bool(preempted and account.load_failures)
-        if violation.id == "blocks/read-invalid" or violation.id.startswith("weights/"):
+        if violation.id in READS or violation.id.startswith("weights/"):
             return True  # judged by request in _of_reads and _of_weights
         if violation.id == "requests/queued-once" and not violation.request:
             preempted = any(each.counts["preemptions"] for each in self.oracle.accounts.values())

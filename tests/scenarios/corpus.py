@@ -10,11 +10,11 @@ all scenarios, with the reasons why a scenario can't run on the installed vLLM.
 
 from collections.abc import Callable
 
-from tests.scenarios import blocks, encoder, external, figures, workloads
+from tests.scenarios import blocks, encoder, external, figures, withdrawn, workloads
 from tests.scenarios.driving import Attach, Driver, start
 from tests.scenarios.registry import WORKLOADS, Drive, Scenario
 
-REGISTERED = (workloads, external, blocks, encoder, figures)
+REGISTERED = (workloads, external, blocks, encoder, figures, withdrawn)
 HISTORIES: dict[str, Scenario] = {}
 """Scenarios by the name of the golden history."""
 

@@ -68,8 +68,9 @@ class CachedContent(NamedTuple):
 
     ``why``: ``sequence`` (the request has only ``limit`` tokens), ``pending`` (an asynchronous load has
     not finished: ``limit`` tokens have KV), ``failed`` (a load failed from position ``limit`` up),
-    ``unfilled`` (the request's life ended when it had computed ``limit`` tokens) or ``hashed_otherwise`` (the
-    hash is that of a block for positions up to ``limit``).
+    ``unfilled`` (the request's life ended when it had computed ``limit`` tokens), ``withdrawn`` (the same,
+    and the step that was to compute the others never ran) or ``hashed_otherwise`` (the hash is that of a
+    block for positions up to ``limit``).
     """
 
     why: str
@@ -99,6 +100,23 @@ class ReadInvalid(NamedTuple):
     why: str
     story: list[str]
     step: int = -1
+
+
+class UncommittedHit(NamedTuple):
+    """A step reads positions of a cached block before the step that writes them.
+
+    The fields are those of :class:`ReadInvalid`. ``why``: ``withdrawn`` (the scheduler took the request out
+    of that step) or ``in_step`` (a state is read in the step that writes it).
+    """
+
+    pool: int
+    blocks: list[int]
+    tokens: int
+    start: int
+    end: int
+    filler: str
+    why: str
+    story: list[str]
 
 
 class ForeignHit(NamedTuple):
@@ -164,6 +182,7 @@ Subject = (
     | PoolComparison
     | CachedContent
     | ReadInvalid
+    | UncommittedHit
     | ForeignHit
     | ForeignLoad
     | SharedWrite

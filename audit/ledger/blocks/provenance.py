@@ -24,11 +24,12 @@ EVERY = 1 << 62
 
 SEQUENCE, PENDING, FAILED, UNFILLED = "sequence", "pending", "failed", "unfilled"
 TAINTED, LEFT, ABSENT, OVERWRITTEN = "tainted", "left", "absent", "overwritten"
-REWRITTEN = "rewritten"
+REWRITTEN, WITHDRAWN, IN_STEP = "rewritten", "withdrawn", "in_step"
 """Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
 failed; nothing computed them; they were computed from KV that was not valid; their block left the table;
 the table never had a block for them; a later step wrote its state over theirs;
-a later turn of a session wrote other tokens over them.
+a later turn of a session wrote other tokens over them; the scheduler took the request out of the step that
+was to compute them; the step that reads their state writes it.
 See also :data:`USED_UNLOADED`."""
 
 HASHED_OTHERWISE = "hashed_otherwise"
@@ -37,7 +38,10 @@ HASHED_OTHERWISE = "hashed_otherwise"
 USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)
 """Causes of lost external tokens that the engine does not know of, so that it uses the tokens."""
 
-PROMISED = (PENDING, FAILED, UNFILLED)
+UNCOMMITTED = (WITHDRAWN, IN_STEP)
+"""Why a cached block was hit too early: the step that writes it had not run, and may never run."""
+
+PROMISED = (PENDING, FAILED, UNFILLED, WITHDRAWN)
 """What a cached block may lack although nothing else reports it."""
 
 
@@ -69,6 +73,7 @@ def placed(pool: Pool, record: Block, group: int, end: int) -> None:
     size = known[0] if known is not None else max((size for size, _ in pool.groups.values()), default=0)
     record.begin = (end - 1) // size * size if size > 0 else end
     record.room_end = record.begin + size
+    record.of_state = group in pool.states
 
 
 def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -> list[Lack]:
@@ -79,7 +84,12 @@ def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -
         known = record.filled.lacks
         lacks += _of_life(holdings, number, block, record, record.filled) if known is None else known
     lacks += record.wrong
-    return _clipped(lacks, max(start, record.begin), min(end, record.room_end)) if lacks else lacks
+    return _clipped(lacks, max(start, _first(record)), min(end, record.room_end)) if lacks else lacks
+
+
+def _first(record: Block) -> int:
+    """The first position for which a cached block stands."""
+    return 0 if record.of_state else record.begin
 
 
 def _clipped(lacks: Iterable[Lack], start: int, end: int) -> list[Lack]:
@@ -125,7 +135,8 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
     if lacks is None or lacks.life != life.number:
         return
     known = account.unknown is None
-    of_any = list(_life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN))
+    withdrawn = cause == BLOCKS and account.computed > life.local + max(0, life.external)
+    of_any = list(_ended(_life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN), withdrawn))
     filled_below = min((low for low, _, _ in of_any), default=EVERY)
     whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
     unplaced = replace(whole, lacks=of_any)
@@ -146,7 +157,7 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
             record.filled = whole
             continue
         of_block = _life_lacks(holdings, account, life, (number, block), record.room_end)
-        left = _clipped(of_block, record.begin, record.room_end)
+        left = _clipped(_ended(of_block, withdrawn), _first(record), record.room_end)
         record.filled = replace(whole, lacks=left)
         if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
             if cause == BLOCKS:  # the request that it was preempted for takes its last blocks at once
@@ -155,6 +166,16 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
             else:
                 report_promised(holdings, number, block, record)
     del holdings.lives[account.request]
+
+
+def _ended(lacks: Iterable[Lack], withdrawn: bool) -> Iterator[Lack]:
+    """What a life has not filled when it ends.
+
+    A block is cached when its step is scheduled. ``withdrawn``: what a preempted life did not compute was the
+    work of the step that was being scheduled, and no worker gets it.
+    """
+    for start, end, why in lacks:
+        yield start, end, WITHDRAWN if withdrawn and why == UNFILLED else why
 
 
 def check_preempted(holdings: Holdings, posted: int) -> None:

@@ -1,9 +1,10 @@
 """The law of reads: every position that a step reads from a block of another life holds valid KV.
 
 A request reads the blocks that it hit at each of its steps. Steps run in the order in which they were
-scheduled, and a step writes before it reads, so KV that the step itself computes is valid. A hit is judged at
-the first step that reads it; it is judged again when a block that it uses loses KV. Then nothing can become
-wrong without an event, so a steady step costs nothing.
+scheduled, and a step writes before it reads, so KV that the step itself computes is valid. A state is read
+before it is written (:mod:`.states`). A hit is judged at the first step that reads it; it is judged again
+when a block that it uses loses KV. Then nothing can become wrong without an event, so a steady step costs
+nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from msgspec.structs import replace
 from ... import events as ev
 from ... import pool_calls
 from ..life import Life
-from . import weights_of_blocks
-from .entries import ReadInvalid
+from . import states, weights_of_blocks
+from .entries import ReadInvalid, UncommittedHit
 from .holdings import Holdings, Scheduled
 from .provenance import (
     ABSENT,
     EVERY,
     FAILED,
     TAINTED,
+    UNCOMMITTED,
     UNFILLED,
     USED_UNLOADED,
     lacking,
@@ -217,18 +219,22 @@ def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
             continue  # of a later step, or the request waits for a load
         del holdings.unread[request, number, block]
         if life is not None and (begun or not step):
-            _read(holdings, reads, request, number, block, life.local)
+            _read(holdings, reads, request, number, block, life.local, scheduled)
     for request, number, block in list(holdings.exposed):
         life = life_of(holdings, request)
         if life is None or not in_table(holdings, number, block, request):
             del holdings.exposed[request, number, block]
             continue
         if scheduled(request):
-            _read(holdings, reads, request, number, block, life.local)
+            _read(holdings, reads, request, number, block, life.local, scheduled)
         if not lacking(holdings, number, block, 0, life.local):
             del holdings.exposed[request, number, block]
     for request, invalid in reads.items():
-        _report(holdings, request, invalid)
+        early = {place: lacks for place, lacks in invalid.items() if lacks[0][2] in UNCOMMITTED}
+        other = {place: lacks for place, lacks in invalid.items() if place not in early}
+        for kind, of_kind in ((UncommittedHit, early), (ReadInvalid, other)):
+            if of_kind:
+                _report(holdings, request, of_kind, kind)
         for number, block in invalid:
             holdings.exposed.pop((request, number, block), None)
 
@@ -240,16 +246,26 @@ def in_table(holdings: Holdings, number: int, block: int, request: int) -> bool:
 
 
 def _read(
-    holdings: Holdings, reads: dict[int, Reads], request: int, number: int, block: int, end: int
+    holdings: Holdings,
+    reads: dict[int, Reads],
+    request: int,
+    number: int,
+    block: int,
+    end: int,
+    scheduled: Scheduled,
 ) -> None:
     """Note what a request reads without valid KV in a block below position ``end``."""
     if in_table(holdings, number, block, request):
         lacks = lacking(holdings, number, block, 0, end)
+        if not lacks and holdings.pools[number].states:
+            lacks = states.written_in_step(holdings, number, block, request, end, scheduled)
         if lacks:
             reads.setdefault(request, {})[number, block] = lacks
 
 
-def _report(holdings: Holdings, request: int, reads: Reads) -> None:
+def _report(
+    holdings: Holdings, request: int, reads: Reads, kind: type[ReadInvalid] | type[UncommittedHit]
+) -> None:
     account = holdings.accounts[request]
     assert account.life is not None
     rows = sorted(row for lacks in reads.values() for row in lacks)
@@ -262,7 +278,7 @@ def _report(holdings: Holdings, request: int, reads: Reads) -> None:
     blocks = [each for pool, each in reads if pool == number]
     filler = record.filled.request_id if record.filled is not None else record.writer
     story, why = holdings.story(number, block), rows[0][2]
-    subject = ReadInvalid(number, blocks, tokens, rows[0][0], counted, record.writer or filler, why, story)
+    subject = kind(number, blocks, tokens, rows[0][0], counted, record.writer or filler, why, story)
     holdings.report(subject, request)
     holdings.invalid_hits += [(request, start, end) for start, end, _ in rows]
     lacks = lacks_of(holdings, request, account.life.number)

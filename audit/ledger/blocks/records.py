@@ -141,6 +141,8 @@ class Block(msgspec.Struct):
     """The first position of the block, from its last hash; -1: it was not cached since it was allocated."""
     room_end: int = UNKNOWN
     """One above the last position for which the block has room."""
+    of_state: bool = False
+    """Whether its last hash is that of a state, which stands for every position below its end."""
     wrong: list[Lack] = []
     """Positions at which the KV is not that of the tokens for which the hash stands, and why."""
     reported: bool = False

@@ -6,6 +6,9 @@ block, reads a state with tokens that are not before it. In another block it rea
 worker remembers where the last step left it, as the V1 model runner does. The V2 runner looks into the block
 before the step's first position, whose state may be of any step: that is not judged.
 
+A step reads a state before it writes one, so a state that another request hit in the step that writes it is
+not there yet. In later steps it is, also before the output of that step: workers run steps in order.
+
 A request that rejects drafts keeps the state of each draft, and goes on from the last accepted one. Of a step
 in flight with drafts only one token counts here, because the others may be rejected.
 """
@@ -17,7 +20,8 @@ from ...causes import REPLAY
 from ..account import Account
 from .entries import ReadInvalid
 from .holdings import Holdings, Scheduled
-from .provenance import OVERWRITTEN, lacks_of
+from .provenance import IN_STEP, OVERWRITTEN, lacks_of, life_of
+from .records import TABLE, Lack
 
 
 def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) -> None:
@@ -69,6 +73,25 @@ def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
                 holdings.report(ReadInvalid(*row, whose, OVERWRITTEN, story, step), request)
                 lacks.tainted_from = flight.start
                 return
+
+
+def written_in_step(
+    holdings: Holdings, number: int, block: int, reader: int, end: int, scheduled: Scheduled
+) -> list[Lack]:
+    """The positions below ``end`` that the last posted step computes for a state which it reads."""
+    pool = holdings.pools[number]
+    record = pool.records[block]
+    groups = [h.group for h in record.holders if (h.kind, h.request) == (TABLE, reader)]
+    filled = record.filled
+    if not any(group in pool.states for group in groups) or filled is None or filled.request == reader:
+        return []
+    writer, life = holdings.accounts.get(filled.request), life_of(holdings, filled.request)
+    if writer is None or writer.unknown is not None or life is None or life.number != filled.life:
+        return []
+    if not scheduled(filled.request) or not writer.in_flight:
+        return []
+    start, end = writer.in_flight[-1].start, min(end, record.room_end)
+    return [(start, end, IN_STEP)] if start < end <= writer.computed else []
 
 
 def life_ends(holdings: Holdings, request: int) -> None:
