@@ -9,7 +9,8 @@ What a change does depends on what was changed before it. The order is fixed:
 1. settings that the later release does not have, to the value with which they do nothing;
 2. the release, where a setting that only the later one has keeps that value. Releases between the two narrow
    down where the figures change;
-3. each other setting, in the order of :data:`ORDER`;
+3. each other setting: first those that turn on a rule that only the later release has, then the others, in
+   the order of :data:`ORDER`;
 4. the traffic, with all that can't be changed apart from it (:data:`TOGETHER`);
 5. how long steps take: the model of step time of the other recording.
 """
@@ -149,6 +150,7 @@ def way(before: Traffic, after: Traffic) -> Way:
             differing.append(SettingChange(name, one, other))
     first = [each for each in differing if NAMES.get(each.name, each.name) not in after.configuration]
     then = [each for each in differing if each not in first]
+    then.sort(key=lambda each: _rule_of_one(before, after, each.name) is None)  # the rest keeps its order
     held = [(each.name, each.after) for each in first]
     held += [
         (each.name, each.before)
@@ -162,6 +164,14 @@ def _without_effect(traffic: Traffic, name: str) -> bool:
     """Whether the settings of an engine rule out the rule that a setting turns on or off."""
     rule = by_switch().get(name)
     return rule is not None and unmet(rule.conditions, traffic.configuration) is None
+
+
+def _rule_of_one(before: Traffic, after: Traffic, name: str) -> ReleaseRule | None:
+    """The rule that one of the two releases has, and that the setting turns on or off."""
+    rule = by_switch().get(name)
+    if rule is None or rule.holds_in(before.version) == rule.holds_in(after.version):
+        return None
+    return rule
 
 
 def _acts_only_after(traffic: Traffic, name: str) -> bool:
@@ -276,12 +286,7 @@ class Explainer:
         return "rule" if self._switched(setting) is not None else "setting"
 
     def _switched(self, setting: SettingChange) -> ReleaseRule | None:
-        """The rule that one of the two releases has, and that the setting turns on or off."""
-        rule = by_switch().get(setting.name)
-        versions = self._before.traffic.version, self._after.traffic.version
-        if rule is None or len({rule.holds_in(version) for version in versions}) < 2:
-            return None
-        return rule
+        return _rule_of_one(self._before.traffic, self._after.traffic, setting.name)
 
     def _simulate(self, variants: Sequence[Variant]) -> None:
         for variant, outcome in self._before.simulated(variants):

@@ -5,7 +5,7 @@ The simulations are in ``audit/simulate``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -172,22 +172,17 @@ def _hits(row: Row) -> float:
 
 
 def _table(one: Explanation) -> Table:
-    headings = ("hits", "change", "external", "change", "rework", "change", "preempted", "change")
-    table = terminal.figures_table("changed", *headings)
+    """Every row; external hits only where there are any."""
+    shown = {heading: cells for heading, cells in COLUMNS.items() if heading != "external" or _external(one)}
+    table = terminal.figures_table("changed", *(word for heading in shown for word in (heading, "change")))
     for row in one.rows:
-        found, moved = row.outcome, row.change
-        table.add_row(
-            Text(printable(row.changed)),
-            terminal.percent(found.hit_share),
-            "" if moved is None else _points(moved.hit_share),
-            terminal.percent(found.external_share),
-            "" if moved is None else _points(moved.external_share),
-            f"{found.rework_tokens:,}",
-            "" if moved is None else _number(moved.rework_tokens),
-            f"{found.preemptions:,}",
-            "" if moved is None else _number(moved.preemptions),
-        )
+        cells = (cell for of_row in shown.values() for cell in of_row(row))
+        table.add_row(Text(printable(row.changed)), *cells)
     return table
+
+
+def _external(one: Explanation) -> bool:
+    return any(row.outcome.external_share for row in one.rows)
 
 
 def _points(share: float) -> str:
@@ -196,6 +191,27 @@ def _points(share: float) -> str:
 
 def _number(number: int) -> str:
     return f"{number:+,}" if number else "0"
+
+
+COLUMNS: dict[str, Callable[[Row], tuple[str, str]]] = {
+    "hits": lambda row: (
+        terminal.percent(row.outcome.hit_share),
+        "" if row.change is None else _points(row.change.hit_share),
+    ),
+    "external": lambda row: (
+        terminal.percent(row.outcome.external_share),
+        "" if row.change is None else _points(row.change.external_share),
+    ),
+    "rework": lambda row: (
+        f"{row.outcome.rework_tokens:,}",
+        "" if row.change is None else _number(row.change.rework_tokens),
+    ),
+    "preempted": lambda row: (
+        f"{row.outcome.preemptions:,}",
+        "" if row.change is None else _number(row.change.preemptions),
+    ),
+}
+"""By heading, a figure of a row and its change."""
 
 
 def _rules(one: Explanation) -> Group | None:

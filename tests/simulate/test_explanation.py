@@ -51,6 +51,14 @@ def test_a_rule_with_a_switch_is_held_off_while_the_release_changes() -> None:
     assert (("scheduler_reserve_full_isl", False),) == found.held
 
 
+def test_a_rule_is_turned_on_before_other_settings_are_changed() -> None:
+    after = traffic("0.32.0", NEW | {"blocks": 20})
+
+    assert ["scheduler_reserve_full_isl False -> True", "num_gpu_blocks 40 -> 20"] == changed(
+        traffic("0.18.1", OLD), after
+    )[1]
+
+
 def test_a_rule_that_the_later_release_lacks_is_turned_off_before_the_release_changes() -> None:
     found = way(traffic("0.32.0", NEW | {"watermark": 0.1}), traffic("0.18.1", OLD))
 
