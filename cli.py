@@ -350,13 +350,21 @@ def whatif(
             by=by,
             share=sample if sample < 1 else None,
         )
-    if output is not None and str(output) == "-":
-        typer.echo(report.html(result))
+    if output is not None and _page(output, report.html(result)):
         return None
-    if output is not None:
-        report.save(result, output)
-        typer.echo(f"Wrote {output}; open it in a browser.", err=True)
     return Report(result, report.render, report.as_csv)
+
+
+def _page(output: Path, html: str) -> bool:
+    """Write an HTML page, whole or not at all; whether it was printed in place of the report."""
+    if str(output) == "-":
+        typer.echo(html)
+        return True
+    from .exporters.files import write_whole
+
+    write_whole(output, html)
+    typer.echo(f"Wrote {output}; open it in a browser.", err=True)
+    return False
 
 
 @command(
@@ -383,6 +391,7 @@ def simulate(
     closed_loop: bool = opt.CLOSED_LOOP,
     find: str = option("--find NAME", "The setting whose smallest value that meets --for is wanted."),
     wanted: str = option('--for "FIGURE >= VALUE"', "The goal of --find, such as hit_share >= 0.45."),
+    output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
 ) -> Report:
@@ -392,6 +401,7 @@ def simulate(
     time. First the recorded configuration must give the recording. No GPU and no model is needed.
     """
     from .exporters.reports import simulate as report
+    from .exporters.reports import simulate_page
 
     with read.journals(paths, local=True) as (places, window, _):
         result = report.run(
@@ -406,6 +416,8 @@ def simulate(
             jobs=read.jobs,
             window=window,
         )
+    if output is not None and _page(output, simulate_page.html(result)):
+        raise typer.Exit(result.code)
     return Report(result, report.render, report.as_csv, code=result.code)
 
 

@@ -14,6 +14,12 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file completely or not at all. Raises :class:`LedgerError`."""
+    with whole(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Yield a draft to write; it replaces ``path`` if no exception is raised. Raises :class:`LedgerError`.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...audit.errors import LedgerError
 from ...audit.replay.find import journals_at
-from ..files import whole
+from ..files import write_whole
 from ..trace.groups import check
 from . import chain
 from .lines import lines, month
@@ -31,8 +31,7 @@ def write(text: str, output: Path, key: Path | None) -> None:
     if str(output) == "-":
         sys.stdout.write(text)
         return
-    with whole(output) as draft:
-        draft.write_text(text, encoding="utf-8")
+    write_whole(output, text)
     if key is not None:
         chain.sign(output, key)
 

@@ -16,7 +16,7 @@ from ...audit.causes import loss
 from ...audit.checks.coverage import drift_words
 from ...audit.checks.findings import Found
 from ...audit.checks.registry import Reference, catalogue
-from ..files import whole
+from ..files import write_whole
 from ..templating import environment
 from ..trace.time_series import TICKS, Series
 from . import charts, costs, turns
@@ -55,8 +55,7 @@ DRIFT = (
 
 def save(data: PageData, output: Path) -> None:
     """Write the page, whole or not at all. Raises LedgerError."""
-    with whole(output) as draft:
-        draft.write_text(html(data), encoding="utf-8")
+    write_whole(output, html(data))
 
 
 def html(data: PageData) -> str:

@@ -26,7 +26,7 @@ from ...audit.repro.bisect import Environment, Run, run_file
 from ...audit.repro.choose_finding import Ambiguous, Seen, choose
 from ...audit.repro.reproduction import OtherRelease, Reproduction, reproduce
 from ...audit.text import printable
-from ..files import whole
+from ..files import write_whole
 from ..repro.bug_report import bug_report
 from ..repro.pytest_file import render as file_text
 from . import terminal
@@ -133,11 +133,9 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str) ->
     if str(output) == "-":
         print(test, end="")
     else:
-        with whole(output) as draft:
-            draft.write_text(test)
+        write_whole(output, test)
     if issue is not None:
-        with whole(issue) as draft:
-            draft.write_text(bug_report(made, test))
+        write_whole(issue, bug_report(made, test))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, name)
         file.write_text(test)

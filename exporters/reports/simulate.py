@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Group
@@ -134,9 +134,7 @@ def _studied(
         setting=find,
     )
     try:
-        ended = {}
         for outcome in study.variants(variants) if not find else ():
-            ended[outcome.name, outcome.release] = outcome
             result.outcomes.append(outcome)
         if find and target is not None:
             base = variants[0] if variants else of.Variant()
@@ -148,32 +146,57 @@ def _studied(
             result.found = min(met) if met else None
     except KeyboardInterrupt:
         result.interrupted = True
+    places = {variant.name: place for place, variant in enumerate(variants, 1)}
+    result.outcomes.sort(key=lambda outcome: places.get(outcome.name, 0))  # they end in another order
     return result
 
 
 # --- what is printed ------------------------------------------------------------------------------------
 
 
+class Cells(NamedTuple):
+    """A table as text: its title, the heads of its columns, the first of which is empty, and its rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
 def render(one: Simulated) -> Group:
-    """The answer and whether it is trusted, then the table, then what differs."""
+    """The answer and whether it is trusted, then the tables, then what differs."""
+    *figures, differences = tables(one)
     return terminal.blocks(
-        _answer(one),
-        _differences(one.calibration),
-        _tokens_table(one),
-        _times_table(one),
-        terminal.notes(list(_remarks(one))),
+        Group(*answer(one)),
+        _table(_calibration_cells(one.calibration)),
+        *map(_table, figures),
+        terminal.notes(list(remarks(one))),
         _causes(one),
-        _differences_of_tokens(one),
+        _table(differences),
     )
 
 
-def _answer(one: Simulated) -> Group:
+def _table(cells: Cells) -> Table | None:
+    """The table on a terminal; None if it has no row. A title stands over the first column."""
+    if not cells.rows:
+        return None
+    table = terminal.figures_table(*cells.columns)
+    for row in cells.rows:
+        table.add_row(*row)
+    return table
+
+
+def tables(one: Simulated) -> list[Cells]:
+    """What cache and scheduler did, how long it took, and how the tokens differ from the recorded ones."""
+    return [_token_cells(one), _time_cells(one), _difference_cells(one)]
+
+
+def answer(one: Simulated) -> list[Text]:
+    """Whether the simulation is calibrated, whether it trusts itself, and what was found."""
     found = one.calibration
     if found.exact:
         words = (
             f"By step the recording comes out to the token: {found.requests:,} requests, "
-            f"{found.steps:,} steps on "
-            f"vLLM {found.release}."
+            f"{found.steps:,} steps on vLLM {found.release}."
         )
         head = Text.assemble(("Calibrated. ", "bold green"), words)
     else:
@@ -197,7 +220,7 @@ def _answer(one: Simulated) -> Group:
         lines.append(Text(_found(one), style="bold"))
     if one.interrupted:
         lines.append(Text("Interrupted: the configurations that had not ended are missing.", style="red"))
-    return Group(*lines)
+    return lines
 
 
 def _found(one: Simulated) -> str:
@@ -206,56 +229,58 @@ def _found(one: Simulated) -> str:
     return f"{one.setting}={one.found:,} is the smallest value that meets {one.goal}, to 1 %."
 
 
-def _differences(found: Calibration) -> Table | None:
-    if not found.differences:
-        return None
-    table = terminal.figures_table("request", "figure", "recorded", "simulated")
-    for each in found.differences:
-        name = printable(found.names.get(each.request, str(each.request)))
-        table.add_row(name, each.figure, str(each.recorded), str(each.simulated))
-    return table
+def _calibration_cells(found: Calibration) -> Cells:
+    rows = [
+        (
+            printable(found.names.get(each.request, str(each.request))),
+            each.figure,
+            str(each.recorded),
+            str(each.simulated),
+        )
+        for each in found.differences
+    ]
+    return Cells("", ("request", "figure", "recorded", "simulated"), rows)
 
 
-def _name(outcome: Outcome) -> str:
+def named(outcome: Outcome) -> str:
+    """The name of a configuration, and whether it is saturated."""
     return printable(outcome.name) + (" (saturated)" if outcome.saturated else "")
 
 
-def _tokens_table(one: Simulated) -> Table:
+def _token_cells(one: Simulated) -> Cells:
     """What the cache and the scheduler did."""
     releases = len({outcome.release for outcome in one.outcomes}) > 1
-    columns = ["vLLM"] if releases else []
-    table = terminal.figures_table("", *columns, "hits", "external", "rework", "preempted", "steps")
-    for each in one.outcomes:
-        table.add_row(
-            _name(each),
-            *([printable(each.release)] if releases else []),
+    columns = ("vLLM",) if releases else ()
+    rows = [
+        (
+            named(each),
+            *((printable(each.release),) if releases else ()),
             terminal.percent(each.hit_share),
             terminal.percent(each.external_share),
             f"{each.rework_tokens:,}",
             f"{each.preemptions:,}",
             f"{each.steps:,}",
         )
-    return table
+        for each in one.outcomes
+    ]
+    return Cells("Tokens", ("", *columns, "hits", "external", "rework", "preempted", "steps"), rows)
 
 
-def _times_table(one: Simulated) -> Table | None:
-    """How long it took, of the rows for which that is known."""
-    first = ("first token p50", "p95")
-    table = terminal.figures_table("", "engine s", "load", *first, "per token p50", "p95", "queued p95")
+def _time_cells(one: Simulated) -> Cells:
+    """How long it took, of the configurations for which that is known."""
+    rows = []
     for each in one.outcomes:
         if each.engine_seconds is None or each.load is None:
             continue
         times = (each.first_token_p50, each.first_token_p95, each.token_p50, each.token_p95, each.queued_p95)
-        table.add_row(
-            _name(each),
-            f"{each.engine_seconds:,.1f}",
-            terminal.percent(each.load),
-            *(NONE if value is None else shown(1e3 * value) for value in times),
-        )
-    return table if table.row_count else None
+        texts = (NONE if value is None else shown(1e3 * value) for value in times)
+        rows.append((named(each), f"{each.engine_seconds:,.1f}", terminal.percent(each.load), *texts))
+    first = ("first token p50", "p95", "per token p50", "p95", "queued p95")
+    return Cells("Times", ("", "engine s", "load", *first), rows)
 
 
-def _remarks(one: Simulated) -> Iterator[str]:
+def remarks(one: Simulated) -> Iterator[str]:
+    """What is to be known of the tables."""
     if one.refused:
         yield (
             f"Seconds are unknown: {one.refused}. Steps take what the refused model says, "
@@ -291,18 +316,15 @@ def _causes(one: Simulated) -> Group | None:
     return Group(*lines) if lines else None
 
 
-def _differences_of_tokens(one: Simulated) -> Table | None:
+def _difference_cells(one: Simulated) -> Cells:
     """How many more tokens each configuration has than the recorded one as simulated, by what they were."""
     base = next((each for each in one.outcomes if each.name == BY_TIME), None)
-    others = [each for each in one.outcomes if each.name not in (BY_TIME, RECORDED)]
-    if base is None or not others:
-        return None
-    table = terminal.figures_table("tokens more than as recorded", *CAUSES)
-    for each in others:
-        table.add_row(
-            printable(each.name), *(f"{each.totals.of(name) - base.totals.of(name):+,}" for name in CAUSES)
-        )
-    return table
+    rows = [
+        (printable(each.name), *(f"{each.totals.of(name) - base.totals.of(name):+,}" for name in CAUSES))
+        for each in one.outcomes
+        if base is not None and each.name not in (BY_TIME, RECORDED)
+    ]
+    return Cells("Tokens more than as recorded", ("tokens more than as recorded", *CAUSES), rows)
 
 
 def as_csv(one: Simulated) -> str:

@@ -35,7 +35,6 @@ from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here, r
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import structs_csv
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from ..files import whole
 from ..templating import environment
 from ..trace.groups import check_trace, trace_group
 from .terminal import blocks, bytes_text, counted, figures_table, indented, notes, percent, title
@@ -379,12 +378,6 @@ def as_csv(report: WhatIfReport) -> str:
 
 
 # --- the page -------------------------------------------------------------------------------------------
-
-
-def save(report: WhatIfReport, output: Path) -> None:
-    """Write the page, whole or not at all. Raises LedgerError."""
-    with whole(output) as draft:
-        draft.write_text(html(report), encoding="utf-8")
 
 
 def html(report: WhatIfReport) -> str:
