@@ -246,6 +246,9 @@ class TrafficReader:
         for row in self._rows.values():
             self._close(row)
         self._find_parents()
+        if len(set(self._sizes.values())) > 1:
+            sizes = ", ".join(str(size) for _, size in sorted(self._sizes.items()))
+            self._doubt(f"KV cache groups have blocks of {sizes} tokens: one length is simulated for all.")
         if self.lost:
             self._doubt(f"Events were lost {self.lost:,} times, so requests are missing.")
         return Traffic(

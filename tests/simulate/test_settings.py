@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvledger.audit import events as ev
 from kvledger.audit.errors import LedgerError
@@ -73,6 +74,19 @@ def test_a_journal_of_level_tokens_has_no_traffic() -> None:
 def test_a_journal_without_a_request_has_no_traffic() -> None:
     with pytest.raises(NoTraffic, match="no request"):
         read_traffic([STARTED])
+
+
+def test_blocks_of_several_lengths_are_a_doubt() -> None:
+    request = ev.RequestAdded(0, 0, "a", 20, 4)
+    both = [STARTED, request, ev.PoolSeen(0, 1, 0, 64, 0, 63, 0, [0, 16, 2, 1, 64, 1], [1, 64, 0])]
+
+    [doubt] = read_traffic(both).doubts
+    assert doubt.startswith("KV cache groups have blocks of 16, 64 tokens")
+
+
+def test_a_journal_of_the_v0_scheduler_has_no_traffic() -> None:
+    with pytest.raises(NoTraffic, match="v0 scheduler"):
+        read_traffic([replace(STARTED, adapter="v0 scheduler")])
 
 
 def changes(*events: ev.Event) -> list[int]:
