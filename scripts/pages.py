@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvledger.audit import glossary
 from kvledger.audit.checks import figures_page, registry
+from kvledger.audit.faults import release_rules
 from kvledger.dashboards import boards, rules
 from kvledger.exporters.metrics import metric_list
 from kvledger.exporters.trace import columns
@@ -21,6 +22,7 @@ def generated() -> Iterator[tuple[str, str]]:
     """Each generated file, relative to the repository, and the text that it must have."""
     yield "docs/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
+    yield "docs/differences.md", release_rules.replaced((ROOT / "docs/differences.md").read_text())
     yield "docs/glossary.md", glossary.markdown()
     yield "docs/metrics.md", metric_list.markdown()
     yield "docs/tables.md", columns.markdown()

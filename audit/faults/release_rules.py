@@ -12,6 +12,7 @@ from importlib import resources
 
 import msgspec
 
+from ..release_semantics import release
 from . import conditions
 from .catalogue import Strict, short_name
 from .releases import EXAMINED, Affected
@@ -90,3 +91,34 @@ def _possible(settings: Mapping[str, object]) -> Iterable[ReleaseRule]:
 def by_switch() -> dict[str, ReleaseRule]:
     """The rules that a setting turns off, by the setting."""
     return {rule.switch.setting: rule for rule in release_rules().values() if rule.switch is not None}
+
+
+# --- the page -------------------------------------------------------------------------------------------
+
+HEADING = "## Rules of the releases\n"
+_PROSE = """
+Each is a file of `audit/faults/rules/`, read in the code of the released versions. *Since* is the first
+release of the matrix that has the rule. A setting turns it off where one is named.
+"""
+
+
+def replaced(page: str) -> str:
+    """``page`` with the table of the rules below its prose."""
+    rows = sorted(release_rules().values(), key=lambda rule: (release(rule.releases.first), rule.id))
+    parts = [_described(rule) for rule in rows]
+    return page.partition(HEADING)[0] + HEADING + _PROSE + "\n" + "\n\n".join(parts) + "\n"
+
+
+def _described(rule: ReleaseRule) -> str:
+    off = rule.switch and f"`{rule.switch.setting}={rule.switch.off}`"
+    facts = [
+        ("Since", rule.releases.first + (f", until {rule.releases.last}" if rule.releases.last else "")),
+        ("Where", rule.where),
+        ("Condition", conditions.sentence(rule.conditions).removeprefix("if ")),
+        ("Depends on", ", ".join(f"`{name}`" for name in rule.settings)),
+        ("Turned off by", off or "no setting"),
+        ("Sources", ", ".join(f"[{name}]({link})" for name, link in rule.named_links)),
+    ]
+    lines = [f"- {name}: {fact}" for name, fact in facts if fact]
+    title = rule.title[0].upper() + rule.title[1:]
+    return "\n".join((f"### {rule.id}", "", f"{title}. {' '.join(rule.says)}", "", *lines))
