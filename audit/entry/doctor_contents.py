@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..engines.content.layout import CHECKED_SPECS
+from ..engines.content.layout import CHECKED_SPECS, STATES
 from ..engines.source_files import cache_declarations
 from ..errors import LedgerError
 from ..events import ContentWatched
@@ -21,7 +21,6 @@ JOURNALS_LOOKED_AT = 16
 """The newest journals that are searched for one of level ``content``."""
 
 _REASONS = {
-    "MambaSpec": "states are rewritten in place",
     "CircularBufferSpec": "blocks are rewritten in place",
     "CrossAttentionSpec": "blocks belong to encoder inputs",
     "EncoderOnlyAttentionSpec": "it has no KV cache",
@@ -59,11 +58,11 @@ def diagnose_contents(directory: str | None) -> ContentsDiagnosis:
         problem=f"{missing[0]} is not installed" if missing else "" if found else _UNKNOWN,
         places="" if found is None else "strides of KVCacheTensor" if found.strides else _SHAPES,
         form="Triton on a GPU, NumPy on a CPU" if find_spec("triton") else "torch on a GPU, NumPy on a CPU",
-        checked=[name for name in found.specs if name in CHECKED_SPECS] if found else [],
+        checked=[name for name in found.specs if name in (*CHECKED_SPECS, STATES)] if found else [],
         not_checked={
             name: _REASONS.get(name, "kvledger does not know how its blocks are filled")
             for name in (found.specs if found else ())
-            if name not in CHECKED_SPECS
+            if name not in (*CHECKED_SPECS, STATES)
         },
         journal=journal,
         groups=[] if watched is None else group_sentences(watched),

@@ -241,7 +241,7 @@ def test_the_csv_has_a_line_per_fault(run: Any, host: Any) -> None:
     )
 
 
-DECLARED = CacheDeclarations(True, ("FullAttentionSpec", "MambaSpec"))
+DECLARED = CacheDeclarations(True, ("FullAttentionSpec", "CrossAttentionSpec"))
 
 
 def write_worker_journal(folder: Path, *watches: ContentWatched) -> None:
@@ -255,7 +255,7 @@ def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_me
 ) -> None:
     monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: DECLARED)
     layout = "CPUAttentionBackend, layout LBHNC, kernel blocks of 32 tokens, float32"
-    excluded = "Group 1 is not checked: its blocks are of kind MambaSpec."
+    excluded = "Group 1 is not checked: its blocks are of kind CrossAttentionSpec."
     watched = ContentWatched(1, 0, 0, 11, [0, 32, 2, 32768], "k", 1.0, [excluded], [layout])
     write_worker_journal(tmp_path / "journals" / "worker-1-1-0", watched)
     write_worker_journal(tmp_path / "journals" / "worker-2-1-0")  # newer, of another level
@@ -267,10 +267,10 @@ def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_me
     assert excluded in line
     found = json.loads(run("--format", "json")[1])["contents"]
     assert ["FullAttentionSpec"] == found["checked"]
-    assert {"MambaSpec": "states are rewritten in place"} == found["not_checked"]
+    assert {"CrossAttentionSpec": "blocks belong to encoder inputs"} == found["not_checked"]
     assert ("worker-1-1-0", [excluded]) == (found["journal"], found["excluded"])
     rows = {tuple(row[:2]): row[2] for row in csv.reader(run("--format", "csv")[1].splitlines())}
-    assert "MambaSpec: states are rewritten in place" == rows["contents", "not_checked"]
+    assert "CrossAttentionSpec: blocks belong to encoder inputs" == rows["contents", "not_checked"]
 
 
 def test_without_a_journal_the_doctor_names_the_kinds_of_caches_alone(

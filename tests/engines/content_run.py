@@ -74,11 +74,9 @@ SITUATIONS = {
         model="sliding",
     ),
     "states": Situation(
-        "a layer with attention and one with a convolution, whose group of states (`MambaSpec`) is not "
-        "checked",
+        "a layer with attention and one with a convolution, whose states (`MambaSpec`) are checked too",
         DUMMY | {"num_gpu_blocks_override": 60},
         model="convolution",
-        groups_left_out=1,
     ),
     "two workers": Situation(
         "tensor parallelism: each worker seals its shard, and a hit block counts twice",

@@ -7,6 +7,8 @@ _SCENARIOS = {
     "prompt-missing": """
         abort_before_output_sync abort_everywhere_sync aborted_in_prefill crowd_async
         crowd_async_speculative
+        abort_in_flight_async abort_in_flight_sync
+        withdrawn_step_then_abort_async withdrawn_step_then_abort_sync
     """,
     "session-chunk-missing": """
         session_async session_async_speculative session_of_states_async session_of_states_sync
@@ -51,9 +53,12 @@ _SCENARIOS = {
         states_hit_between_checkpoints_sync window_leaves_blocks_three_groups
         window_leaves_blocks_two_groups chunks_leave_blocks
         load_failure_read_by_a_neighbour
+        abort_in_flight_async abort_in_flight_sync states_in_one_step_async states_in_one_step_sync
+        withdrawn_state_async withdrawn_state_sync
     """,
     "later-source-missing": """
         asked_again_after_preemption
+        withdrawn_step_async withdrawn_step_sync
     """,
     "failed-hit-reported": """
         load_failure_of_a_shared_block_async local_hit_fails_async local_hit_fails_sync
@@ -63,6 +68,7 @@ _SCENARIOS = {
     """,
     "cache-write-overstated": """
         asked_again_after_preemption
+        withdrawn_step_async withdrawn_step_sync
     """,
     "lookup-never-ran": """
         abort_before_output_async abort_before_output_sync abort_everywhere_async
@@ -101,6 +107,7 @@ _SCENARIOS = {
         reset_running_speculative reset_running_sync resumed_beside_a_finished_load_async
         resumed_beside_a_finished_load_sync resumed_cold resumed_from_cache
         resumed_local_then_external resumed_with_chunks_in_flight_producer
+        withdrawn_state_async withdrawn_state_sync withdrawn_step_async withdrawn_step_sync
     """,
     "lookup-exempt-counted": """
         prompt_logprobs_async prompt_logprobs_sync
@@ -109,6 +116,7 @@ _SCENARIOS = {
         crowd_async_speculative padded_decode_async padded_decode_sync
         preempt_decode_async_speculative speculative_async speculative_async_eagle speculative_eagle
         speculative_sync stop_within_drafts stopped_within_drafts_async stopped_within_drafts_sync
+        withdrawn_state_async withdrawn_state_sync
     """,
     "padding-as-drafts": """
         padded_decode_async padded_decode_sync

@@ -75,6 +75,16 @@ OF_BLOCKS = {
         for each in ("sync", "async")
     },
     "session_of_states_async": {("blocks/read-invalid", "s")},
+    **{
+        name: {("blocks/uncommitted-hit", victim), ("blocks/hash-content", "low")}
+        for name, victim in {
+            "withdrawn_step_sync": "low",
+            "withdrawn_step_async": "low",
+            "withdrawn_step_then_abort_sync": "retry",
+            "withdrawn_step_then_abort_async": "retry",
+            "withdrawn_state_sync": "turn",
+        }.items()
+    },
     "whole_prompt_is_loaded_chunks": {("blocks/read-invalid", "s")},
     "whole_prompt_is_loaded_sliding": {("blocks/read-invalid", "r")},
 }

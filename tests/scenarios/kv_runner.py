@@ -1,8 +1,9 @@
 """A model runner with KV caches and no model, for the driver of the real scheduler.
 
 Each position that a step executes gets other random numbers than it had before, as two computations of one
-prefix differ. The runner keeps its own block tables. A step is executed when its output is delivered: by then
-the rejections of the step before are known, which an asynchronous scheduler had to ignore.
+prefix differ; so does the state that a step leaves. The runner keeps its own block tables. A step is executed
+when its output is delivered: by then the rejections of the step before are known, which an asynchronous
+scheduler had to ignore.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class KVRunner:
             kv_cache_tensors=[],
         )
         self.caches: dict[int, list[Any]] = {}
-        """By group: one tensor a layer, of blocks, heads, tokens and content."""
+        """By group: one tensor a layer, of blocks, heads, tokens and content; or one for each state."""
+        self.sizes: list[int] = []
+        """Tokens of a block, by group."""
         self.on_execute: Callable[[Any], None] | None = None
         """Called in each step, between the writes of loads and the forward pass."""
         self.load_errors: set[int] = set()
@@ -54,9 +57,23 @@ class KVRunner:
         if scheduler.connector is not None:
             self.note_local_hits(scheduler.connector)
         for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            shape = blocks, HEADS, group.kv_cache_spec.block_size, 2 * WIDTH
-            self.caches[number] = [torch.zeros(shape) for _ in range(LAYERS)]
+            spec = group.kv_cache_spec
+            self.sizes.append(spec.block_size)
+            if self.has_states(spec):
+                self.caches[number] = [
+                    torch.zeros((blocks, *shape), dtype=dtype)
+                    for _ in range(LAYERS)
+                    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+                ]
+            else:
+                shape = blocks, HEADS, spec.block_size, 2 * WIDTH
+                self.caches[number] = [torch.zeros(shape) for _ in range(LAYERS)]
             self._bind(number, group)
+
+    @staticmethod
+    def has_states(spec: Any) -> bool:
+        """Whether a block of a group has a state."""
+        return hasattr(spec, "shapes")
 
     def note_local_hits(self, connector: Any) -> None:
         """Note how many tokens are local hits whenever the connector is asked for external ones."""
@@ -73,6 +90,13 @@ class KVRunner:
         self.kv_cache_config.kv_cache_groups[number] = SimpleNamespace(
             layer_names=names, kv_cache_spec=group.kv_cache_spec
         )
+        if self.has_states(group.kv_cache_spec):
+            each = len(self.caches[number]) // LAYERS
+            for layer, name in enumerate(names):
+                states = self.caches[number][layer * each : (layer + 1) * each]
+                context = SimpleNamespace(kv_cache=states)
+                self.vllm_config.compilation_config.static_forward_context[name] = context
+            return
         for name, cache in zip(names, self.caches[number], strict=True):
             stride = cache.stride(0) * cache.element_size()
             self.kv_cache_config.kv_cache_tensors.append(SimpleNamespace(layers=[name], block_stride=stride))
@@ -130,7 +154,7 @@ class KVRunner:
 
     def load(self, request_id: str, group: int, blocks: Any, tokens: int) -> None:
         """Write the blocks in which ``tokens`` external tokens of a request lie, after its local hits."""
-        size, local = self.caches[group][0].shape[2], self._local[request_id]
+        size, local = self.sizes[group], self._local[request_id]
         self.fill(group, [block for block in blocks[local // size : -(-(local + tokens) // size)] if block])
 
     def _begin(self, request_id: str, blocks: Any, computed: int) -> None:
@@ -139,9 +163,12 @@ class KVRunner:
         self._rejected.pop(request_id, None)
 
     def compute(self, request_id: str, group: int, table: list[int], start: int, end: int) -> None:
-        """Write the positions that a step executes for a request."""
+        """Write the positions that a step executes for a request, or the state that it leaves."""
+        size = self.sizes[group]
+        if self.has_states(self.kv_cache_config.kv_cache_groups[group].kv_cache_spec):
+            self.fill(group, [table[(end - 1) // size]])
+            return
         for layer in self.caches[group]:
-            size = layer.shape[2]
             for index in range(start // size, min(len(table), -(-end // size))):
                 first, last = max(start - index * size, 0), min(end - index * size, size)
                 shape = layer[table[index], :, first:last].shape

@@ -22,7 +22,7 @@ def _withdraw(attach: Attach, low: int, **setup: Any) -> Driver:
     driver.add("low", low, 4, priority=9)
     driver.step()
     driver.add("high", 16, 2, priority=0)
-    while not driver.scheduler.requests["low"].num_preemptions:
+    while driver.scheduler.requests["low"] in driver.scheduler.running:
         driver.step()
     return driver
 
@@ -55,7 +55,7 @@ def withdrawn_state(attach: Attach = id, **setup: Any) -> Driver:
     low = driver.add("low", 92, 30, priority=9)
     driver.step(accepted=0)
     driver.add("high", 27, 30, priority=0)
-    while not low.num_preemptions:
+    while low in driver.scheduler.running:
         driver.step(accepted=0)
     driver.abort("high")
     driver.add("turn", [*low.all_token_ids, *tokens(16, "turn")], 2, priority=0)
@@ -63,7 +63,7 @@ def withdrawn_state(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("states", **BOTH)
 def abort_in_flight(attach: Attach = id, **setup: Any) -> Driver:
     """A prefill is aborted while its step is in flight, and its client tries again with the same prompt."""
     driver = start(attach, groups=STATES, blocks=128, max_batched_tokens=32, **setup)
@@ -77,7 +77,7 @@ def abort_in_flight(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("states", **BOTH)
 def states_in_one_step(attach: Attach = id, **setup: Any) -> Driver:
     """Two requests with the same prompt arrive together, in a model with states."""
     driver = start(attach, groups=STATES, blocks=128, **setup)

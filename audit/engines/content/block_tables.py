@@ -4,10 +4,14 @@ Everything comes from the ``SchedulerOutput`` that the worker receives: which bl
 which it writes, and which are full and final after it. Drafts may be rejected and their positions written
 again, so a position is final only once no draft can lie at or below it. With asynchronous scheduling a step
 is planned before the drafts of the step before are verified; its count of computed tokens then includes them.
+
+In a group of states a step leaves one state, in the block of its last position. It is final if the step ends
+with the block: the next step begins another block with a copy of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 NULL_BLOCK = 0
@@ -66,11 +70,18 @@ class _Request:
 
 
 class Tables:
-    """The block tables of all requests of one worker. ``groups``: tokens per block, by checked group."""
+    """The block tables of all requests of one worker.
 
-    def __init__(self, groups: dict[int, int], *, asynchronous: bool = False) -> None:
+    ``groups``: tokens per block, by checked group. ``states``: the groups of states among them.
+    """
+
+    def __init__(
+        self, groups: dict[int, int], states: Collection[int] = (), *, asynchronous: bool = False
+    ) -> None:
         self._groups = groups
         """Tokens per block of the groups that are checked."""
+        self._states = states
+        """Groups of states."""
         self._asynchronous = asynchronous
         """Whether a step is planned before the output of the step before."""
         self._requests: dict[str, _Request] = {}
@@ -158,10 +169,11 @@ class Tables:
             table, done = request.tables[group], request.settled // size
             plan.written.update(table[begin // size : -(-request.executed // size)])
             sealed, before = min(request.sealed.get(group, 0), begin // size), begin // size
-            if filled // size > sealed:
+            if filled // size > sealed and group not in self._states:
                 plan.settled.setdefault(group, []).extend(_real(table[sealed : filled // size]))
-            if done > before:
-                plan.final.setdefault(group, []).extend(_real(table[before:done]))
+            first = done - (request.settled % size == 0) if group in self._states else before
+            if done > max(first, before):
+                plan.final.setdefault(group, []).extend(_real(table[max(first, before) : done]))
             request.sealed[group] = max(before, done)
         plan.written.discard(NULL_BLOCK)
 
@@ -170,6 +182,8 @@ class Tables:
         if request is None or request.executed == request.settled:
             return
         for group, size in self._groups.items():
+            if group in self._states:
+                continue
             done = request.executed // size
             blocks = _real(request.tables[group][request.sealed.get(group, 0) : done])
             plan.settled.setdefault(group, []).extend(blocks)

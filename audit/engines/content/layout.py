@@ -2,8 +2,10 @@
 
 Up to vLLM 0.27 an attention backend declares the shape of a layer's cache for a number of blocks; the axis
 that follows this number is the block axis. Later releases declare strides (``KVCacheTensor``), and a layer's
-cache is a view of blocks, heads, tokens and content. Every declaration is compared with the tensor that the
-layer has. What fits no declaration is refused: nothing is concluded from sizes.
+cache is a view of blocks, heads, tokens and content. A group of states declares the shape and dtype of each
+state of a layer (of a Mamba layer those of its convolution and of its recurrence), and a layer has one tensor
+for each. Every declaration is compared with the tensor that the layer has. What fits no declaration is
+refused: nothing is concluded from sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ CHECKED_SPECS = (
 """vLLM's classes of KV cache groups whose blocks are written once, at the positions of their tables."""
 
 
+STATES = "MambaSpec"
+"""vLLM's class of groups of states, which are checked where a block gets one state, at its end."""
+
+
 class UnknownLayout(Exception):
     """kvledger can't tell where a block lies; the message is one sentence."""
 
@@ -37,6 +43,8 @@ class GroupLayout(NamedTuple):
     block_bytes: int
     description: str = ""
     """Attention backends, memory order, tokens of a kernel block, and dtypes, as far as they are declared."""
+    of_states: bool = False
+    """Whether a block has a state, of all positions before its end."""
 
 
 class Layout(NamedTuple):
@@ -45,6 +53,10 @@ class Layout(NamedTuple):
     blocks: int
     groups: dict[int, GroupLayout]
     excluded: dict[int, str]
+
+    def of_attention(self) -> dict[int, GroupLayout]:
+        """The groups that have keys and values of each position."""
+        return {number: group for number, group in self.groups.items() if not group.of_states}
 
     def sentences(self) -> list[str]:
         """One sentence for each group that is not checked."""
@@ -61,8 +73,9 @@ def read_layout(runner: Any) -> Layout:
     layout = Layout(int(blocks), {}, {})
     for number, group in enumerate(groups):
         kind = _kind(group.kv_cache_spec)
-        if kind not in CHECKED_SPECS:
-            layout.excluded[number] = f"its blocks are of kind {kind}"
+        why = _why_no_states(group.kv_cache_spec) if kind == STATES else f"its blocks are of kind {kind}"
+        if kind not in CHECKED_SPECS and why:
+            layout.excluded[number] = why
             continue
         layout.groups[number] = _group(runner, config, number, group, layout.blocks)
     if not layout.groups:
@@ -87,27 +100,55 @@ def _kind(spec: Any) -> str:
     return kinds[0] if len(kinds) == 1 else " and ".join(kinds)
 
 
+def _spec_of(spec: Any, name: str) -> Any:
+    """The spec of one layer of a group."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return spec if inner is None else inner.get(name, spec)
+
+
+def _why_no_states(spec: Any) -> str:
+    """Why the states of a group are not checked; "" if they are.
+
+    It must be known where a step leaves a state that is not written any more: in the block that ends with the
+    step's last position.
+    """
+    inner = getattr(spec, "kv_cache_specs", None)
+    each = next(iter(inner.values())) if inner else spec
+    mode = getattr(each, "mamba_cache_mode", "")
+    if mode != "align":
+        return f"its states are not kept one a block (mamba_cache_mode {mode or 'is not known'})"
+    if getattr(each, "num_speculative_blocks", 0):
+        return "drafts write its states in several blocks"
+    if getattr(each, "num_prefill_checkpoint_blocks", 0):
+        return "a step writes its states in several blocks (prefill checkpoints)"
+    return ""
+
+
 def _group(runner: Any, config: Any, number: int, group: Any, blocks: int) -> GroupLayout:
     layers: list[Any] = []
     names: list[list[str]] = []
     places: dict[tuple[object, ...], int] = {}
+    of_states = _kind(group.kv_cache_spec) == STATES
     for name in group.layer_names:
-        cache = _cache_of(runner, name)
-        place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
-        if place in places:
-            names[places[place]].append(name)
-            continue
-        places[place] = len(layers)
-        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        spec = group.kv_cache_spec if inner is None else inner.get(name, group.kv_cache_spec)
-        layers.append(_by_block(runner, config, number, name, spec, cache, blocks))
-        names.append([name])
+        spec = _spec_of(group.kv_cache_spec, name)
+        for cache in (
+            _states_of(runner, config, name, spec, blocks) if of_states else [_cache_of(runner, name)]
+        ):
+            place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
+            if place in places:
+                names[places[place]].append(name)
+                continue
+            places[place] = len(layers)
+            layers.append(
+                cache if of_states else _by_block(runner, config, number, name, spec, cache, blocks)
+            )
+            names.append([name])
     if not layers:
         raise UnknownLayout(f"group {number} has no layer with a KV cache")
     size = sum(layer[0].numel() * layer.element_size() for layer in layers)
     tokens = int(group.kv_cache_spec.block_size)
     description = _description(runner, number, group, tokens, layers)
-    return GroupLayout(number, tokens, layers, names, size, description)
+    return GroupLayout(number, tokens, layers, names, size, description, of_states)
 
 
 def _description(runner: Any, number: int, group: Any, tokens: int, layers: list[Any]) -> str:
@@ -120,7 +161,9 @@ def _description(runner: Any, number: int, group: Any, tokens: int, layers: list
     if order:
         parts.append(f"layout {getattr(order, 'name', order)}")
     each = layers[0].shape[1] if layers[0].dim() > 1 else 1
-    if tokens % each == 0:
+    if _kind(group.kv_cache_spec) == STATES:
+        parts.append("states")
+    elif tokens % each == 0:
         parts.append(f"kernel blocks of {tokens // each} tokens")
     return ", ".join([*parts, *sorted({str(layer.dtype).removeprefix("torch.") for layer in layers})])
 
@@ -134,6 +177,28 @@ def _cache_of(runner: Any, name: str) -> Any:
     if not hasattr(cache, "data_ptr"):
         raise UnknownLayout(f"layer {name} has no KV cache that is one tensor")
     return cache
+
+
+def _states_of(runner: Any, config: Any, name: str, spec: Any, blocks: int) -> list[Any]:
+    """The tensors of a layer's states, with one row a block. A row may be followed by other states."""
+    context = runner.vllm_config.compilation_config.static_forward_context
+    states = getattr(context.get(name), "kv_cache", None)
+    if isinstance(states, list | tuple) and len(states) == 1 and isinstance(states[0], list | tuple):
+        states = states[0]  # one for each pipeline stage, up to 0.19
+    if not isinstance(states, list | tuple) or not all(hasattr(state, "data_ptr") for state in states):
+        raise UnknownLayout(f"layer {name} has no tensors of states")
+    declared = [((blocks, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    found = [(tuple(state.shape), state.dtype) for state in states]
+    if found != declared:
+        raise UnknownLayout(f"layer {name} has states of {found}, and {declared} are declared")
+    stride = next((t.block_stride for t in config.kv_cache_tensors if name in getattr(t, "layers", ())), None)
+    for state in states:
+        distance = state.stride(0) * state.element_size()
+        if stride is not None and distance != stride:
+            raise UnknownLayout(
+                f"a state of layer {name} has {distance} bytes from block to block, and {stride} are declared"
+            )
+    return list(states)
 
 
 def _by_block(runner: Any, config: Any, number: int, name: str, spec: Any, cache: Any, blocks: int) -> Any:

@@ -169,7 +169,8 @@ class RunnerWatch:
     def _new_tables(self) -> Tables:
         scheduler = self.runner.vllm_config.scheduler_config
         sizes = {number: group.block_tokens for number, group in self.layout.groups.items()}
-        return Tables(sizes, asynchronous=bool(getattr(scheduler, "async_scheduling", False)))
+        states = {number for number, group in self.layout.groups.items() if group.of_states}
+        return Tables(sizes, states, asynchronous=bool(getattr(scheduler, "async_scheduling", False)))
 
     def _new_sketches(self) -> SketchWatch | None:
         if not self.options.sketch:

@@ -44,7 +44,7 @@ _SEED = 0x5851F42D4C957F2D
 
 def reason_for_none(layout: Layout) -> str:
     """Why computed blocks of these KV caches get no sketches; "" if they do."""
-    for group in layout.groups.values():
+    for group in layout.of_attention().values():
         for layer in group.layers:
             dtype = str(layer.dtype).removeprefix("torch.")
             if dtype not in DTYPES:
@@ -123,7 +123,7 @@ class SketchWatch:
             else f"Blocks that are computed again are compared by {PROJECTIONS} projections of each part."
         )
         """Whether blocks that are computed again are compared, and how."""
-        groups = {} if reason else layout.groups
+        groups = {} if reason else layout.of_attention()
         self._sketches = {number: Sketches(group.layers, key) for number, group in groups.items()}
         """Takes the sketches of each group's blocks."""
         self._key_name = key_name

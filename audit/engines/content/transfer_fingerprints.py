@@ -81,7 +81,7 @@ class CustodyWatch:
         """The hooks on the connector."""
         if reader is None or "blocks" not in reader.READS or not reader.exact:
             return
-        if len(layout.groups) == 1 and not layout.excluded:
+        if len(layout.groups) == len(layout.of_attention()) == 1 and not layout.excluded:
             self._group = next(iter(layout.groups.values()))
             """The only group of the KV cache."""
             from .part_fingerprints import PartPrints

@@ -184,3 +184,69 @@ def test_an_unknown_layout_is_refused_with_one_sentence() -> None:
     (sentence,) = audits[0].ledger.contents.excluded
     assert "The contents of blocks are not checked: the cache of layer layers.0.group.0" in sentence
     assert not audits[0].ledger.contents.watches
+
+
+# --- states -----------------------------------------------------------------------------------------
+
+
+def with_states(**setup: Any) -> tuple[Any, LiveAudit, int]:
+    """A request has left a state at position 64, which the next request is to hit: its block."""
+    driver, audit = start(groups=("full", "mamba"), blocks=128, **setup)
+    driver.add("first", PROMPT + 6, OUTPUT)
+    driver.step()
+    (block,) = [block for block in driver.blocks("first", 1) if block]
+    driver.run()
+    driver.add("second", PROMPT + 20, OUTPUT, shares=("first", PROMPT))
+    return driver, audit, block
+
+
+@violates("content/changed")
+@pytest.mark.parametrize("state", range(4))
+def test_a_state_that_changed_at_rest_is_found_when_it_is_hit(state: int) -> None:
+    """Each of the two layers has two states, as a Mamba layer: of its convolution and of its recurrence."""
+    driver, audit, block = with_states()
+    states = driver.scheduler.kv_runner.caches[1]
+    states[state % len(states)][block] += 1
+    driver.run()
+
+    (finding,) = [each for each in found(audit) if each.request == "second"]
+    assert ("content/changed", [block]) == (finding.id, finding.figures["blocks"])
+    assert "first" == finding.figures["writer"]
+
+
+@violates("content/unsealed-hit")
+def test_a_state_that_no_step_left_is_found_when_it_is_hit() -> None:
+    """The worker executes fewer tokens than the scheduler counts, so no state is at the end of the block."""
+    driver, audit = start(groups=("full", "mamba"), blocks=128)
+    driver.add("first", PROMPT + 6, OUTPUT)
+    driver.schedule()
+    driver.in_flight[-1].scheduled.num_scheduled_tokens["first"] = 60
+    driver.output()
+    driver.add("second", PROMPT + 20, OUTPUT, shares=("first", PROMPT))
+    driver.run()
+
+    assert {("content/unsealed-hit", "second")} == {(each.id, each.request) for each in found(audit)}
+    assert 2 == audit.ledger.sums.contents["unsealed"]  # the state, and the last block with attention
+
+
+@near_miss("content/changed")
+@near_miss("content/unsealed-hit")
+@pytest.mark.parametrize("mode", [{}, {"asynchronous": True}])
+def test_a_state_is_sealed_when_its_step_has_ended_and_verified_when_it_is_hit(mode: dict[str, bool]) -> None:
+    driver, audit, _ = with_states(**mode)
+    driver.run()
+
+    assert [] == found(audit)
+    assert 4 + 1 == audit.ledger.sums.contents["verified"]  # four blocks with attention and one state
+    assert [] == audit.ledger.contents.excluded
+
+
+@near_miss("content/changed")
+def test_steps_that_write_their_state_over_the_one_before_seal_none() -> None:
+    """States within a block are not cached."""
+    driver, audit = start(groups=("full", "mamba"), blocks=128)
+    driver.add("first", 20, 40)
+    driver.run()
+
+    assert [] == found(audit)
+    assert 3 + 3 == audit.ledger.sums.contents["sealed"]  # of 59 positions: three blocks in each group

@@ -146,7 +146,8 @@ def test_sketches_are_equal_on_a_device_and_near_for_near_blocks() -> None:
 @pytest.mark.parametrize(("dtype", "named"), [("bfloat16", ""), ("uint8", "uint8")])
 def test_a_kv_cache_of_bytes_gets_no_sketches_and_a_sentence_says_so(dtype: str, named: str) -> None:
     layers = [torch.zeros(BLOCKS, 1, 2, 4, 8, dtype=getattr(torch, dtype))]
-    layout: Any = SimpleNamespace(groups={0: SimpleNamespace(group=0, layers=layers)})
+    groups = {0: SimpleNamespace(group=0, layers=layers)}
+    layout: Any = SimpleNamespace(of_attention=lambda: groups)
     log = SimpleNamespace(now=lambda: 1, emit=(emitted := []).append)
     watch = SketchWatch(layout, 5, "k", log, rank=0)  # type: ignore[arg-type]
     watch.take(0, [3], 1)
