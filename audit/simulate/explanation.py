@@ -299,30 +299,38 @@ class Explainer:
         first, last = self._upgrade
         old = self._done[Variant("", self._first_settings())] if self._way.first else simulated
         new = self._done[Variant(last, self._way.held)]
-        self._halve((first, old), (last, new), self._between)
+        self._steps = list(
+            self._halve((first, old), (last, new), list(self._between))
+        )  # all of them, or none
 
     def _first_settings(self) -> tuple[tuple[str, Setting], ...]:
         return tuple((each.name, each.after) for each in self._way.first)
 
-    def _halve(self, old: tuple[str, Outcome], new: tuple[str, Outcome], between: list[str]) -> None:
+    def _halve(
+        self, old: tuple[str, Outcome], new: tuple[str, Outcome], between: list[str]
+    ) -> Iterator[tuple[str, str]]:
+        """The pairs of neighbours whose figures differ."""
         if not change(old[1], new[1]):
             return
         while between:
             middle = between[len(between) // 2]
-            variant = Variant(middle, self._way.held)
+            place, variant = between.index(middle), Variant(middle, self._way.held)
             try:
                 self._simulate([variant])
+                why = self._done[variant].error
             except LedgerError as error:
-                self._missing.append(f"{middle}: {error}")
-                between = [each for each in between if each != middle]
-                continue
+                why = str(error)
             finally:
                 self._before.end(middle)
-            found, place = self._done[variant], between.index(middle)
-            self._halve(old, (middle, found), between[:place])
-            self._halve((middle, found), new, between[place + 1 :])
+            if why:
+                self._missing.append(f"{middle}: {why}")
+                del between[place]
+                continue
+            found = self._done[variant]
+            yield from self._halve(old, (middle, found), between[:place])
+            yield from self._halve((middle, found), new, between[place + 1 :])
             return
-        self._steps.append((old[0], new[0]))
+        yield old[0], new[0]
 
     # --- rows -----------------------------------------------------------------------------------------
 
@@ -334,12 +342,10 @@ class Explainer:
         for kind, changed, outcome, rules in self._changes(simulated, last, simulated_after):
             if outcome is None:
                 return
+            moved = change(present, outcome)
+            known = rules if moved or kind != "release" else []  # no reason is sought for no change
             yield Row(
-                kind=kind,
-                changed=changed,
-                outcome=outcome,
-                change=change(present, outcome),
-                rules=[rule.id for rule in rules],
+                kind=kind, changed=changed, outcome=outcome, change=moved, rules=[rule.id for rule in known]
             )
             present = outcome
         outcome = after.outcome(RECORDED, after.traffic.version, after.recorded)
@@ -367,8 +373,7 @@ class Explainer:
         steps = self._steps or [self._upgrade]
         for old, new in steps:
             found = whole if new == self._upgrade[1] else self._done.get(Variant(new, self._way.held))
-            rules = self._candidates(old, new) if self._steps else []
-            yield "release", f"release {old} -> {new}", found, rules
+            yield "release", f"release {old} -> {new}", found, self._candidates(old, new)
 
     def _candidates(self, old: str, new: str) -> list[ReleaseRule]:
         """The rules that begin or end there, without those that are held off meanwhile."""
