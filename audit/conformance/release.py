@@ -34,6 +34,11 @@ def _async_scheduler_knows(name: str) -> bool:
     return scheduled is not None and name in scheduled.__code__.co_names
 
 
+def _schedule_has(variable: str) -> bool:
+    code = _class(_SCHEDULER).schedule.__code__
+    return variable in (*code.co_varnames, *code.co_cellvars)
+
+
 def _has_field(path: str, name: str) -> bool:
     kind = _class(path)
     return dataclasses.is_dataclass(kind) and name in {field.name for field in dataclasses.fields(kind)}
@@ -121,6 +126,10 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
         lambda: "attention_groups" in _splitting_groups().co_names,
     ),
     "session": ("no streaming sessions", lambda: _scheduler_has("_update_request_as_session")),
+    "withdrawn step": (
+        "a request that is preempted in its step is not taken out of the step",
+        lambda: _schedule_has("preempted_encoder_inputs"),
+    ),
     "states": (
         "no groups of states with several shapes",
         lambda: _has_field("v1.kv_cache_interface:MambaSpec", "dtypes"),

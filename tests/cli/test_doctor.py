@@ -177,7 +177,7 @@ def test_a_problem_says_what_to_type(run: Any, host: Any, monkeypatch: pytest.Mo
 def test_the_known_faults_of_the_engine_here_come_first(run: Any, host: Any) -> None:
     out = run()[1]
 
-    assert out.startswith("vLLM 0.12.0.post2: 17 known faults can concern an engine here")
+    assert out.startswith("vLLM 0.12.0.post2: 19 known faults can concern an engine here")
     assert "its settings are not known" in out.partition("\n")[0]
     first = " ".join(out.partition("\n\n")[0].split())
     assert (
@@ -211,6 +211,9 @@ def test_the_settings_of_the_last_engine_rule_faults_out(run: Any, host: Any, tm
         "oversized-prompt": "if a prompt needs more blocks than the pool has",
         "rejection-of-a-past-life": "if a request is preempted",
         "resumed-before-its-output": "if three or more batches are in flight and a request is preempted",
+        "state-hit-in-its-step": "if a KV cache group has states, such as Mamba layers and requests compute "
+        "the same tokens at the same time",
+        "withdrawn-step-stays-cached": "if the scheduling policy is priority and a request is preempted",
     } == fault_ids(data)
 
 

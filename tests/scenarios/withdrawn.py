@@ -27,7 +27,7 @@ def _withdraw(attach: Attach, low: int, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("withdrawn step", **BOTH)
 def withdrawn_step(attach: Attach = id, **setup: Any) -> Driver:
     """`low` is preempted in the step that was to compute its third chunk; resumed, it hits a block of it."""
     driver = _withdraw(attach, 96, blocks=9, **setup)
@@ -35,7 +35,7 @@ def withdrawn_step(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload(**BOTH)
+@workload("withdrawn step", **BOTH)
 def withdrawn_step_then_abort(attach: Attach = id, **setup: Any) -> Driver:
     """`low` is aborted after its step was withdrawn, and its client tries again with the same prompt."""
     driver = _withdraw(attach, 96, blocks=9, **setup)
