@@ -10,7 +10,7 @@ SLOW := benchmark or browser or crash or fuzz or packaging or programs or servin
 # Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all thorough lint bench instructions proof releases differential fuzz crash docs site clean
+.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz crash docs site clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -25,9 +25,6 @@ test: lint ## lint, type-check and run the fast tests
 
 test-all: test ## the same, then every other test, except those in the environments of `make releases`
 	$(PYTEST) -q $(TWO_WORKERS) -m "($(SLOW)) and not releases"
-
-thorough: lint ## the fast tests with as many examples of each property as the slower ones have
-	$(PYTEST) -q $(TWO_WORKERS) -m "not ($(SLOW) or releases)" $(ARGS)
 
 lint:
 	$(READY) test
