@@ -311,22 +311,25 @@ def read_invalid(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, ReadInvalid)
-    more = f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else ""
-    because = _NO_VALID_KV.get(subject.why, _NO_VALID_KV[FAILED]).format(filler=subject.filler)
-    yield Witness(
+    yield _reads(subject, entry, _NO_VALID_KV.get(subject.why, _NO_VALID_KV[FAILED]))
+
+
+def _reads(subject: ReadInvalid, entry: Entry, because: str) -> Witness:
+    """What a step reads that has no valid KV, and why not."""
+    return Witness(
         None,
         subject.story,
         step=entry.step if subject.step < 0 else subject.step,
         pool=subject.pool,
         block=subject.blocks[0],
         blocks=subject.blocks,
-        more=more,
+        more=f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else "",
         tokens=subject.tokens,
         start=subject.start,
         end=subject.end,
         filler=subject.filler,
         why=subject.why,
-        because=because,
+        because=because.format(filler=subject.filler),
     )
 
 
@@ -365,23 +368,7 @@ def uncommitted_hit(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, UncommittedHit)
-    more = f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else ""
-    because = _BEFORE_ITS_STEP.get(subject.why, _BEFORE_ITS_STEP[WITHDRAWN]).format(filler=subject.filler)
-    yield Witness(
-        None,
-        subject.story,
-        step=entry.step,
-        pool=subject.pool,
-        block=subject.blocks[0],
-        blocks=subject.blocks,
-        more=more,
-        tokens=subject.tokens,
-        start=subject.start,
-        end=subject.end,
-        filler=subject.filler,
-        why=subject.why,
-        because=because,
-    )
+    yield _reads(subject, entry, _BEFORE_ITS_STEP.get(subject.why, _BEFORE_ITS_STEP[WITHDRAWN]))
 
 
 @invariant(

@@ -139,12 +139,18 @@ def short_name(link: str) -> str:
     return f"{NAMES[repository.lower()]}#{number}"
 
 
+def files_by_id(folder: str) -> list[tuple[str, bytes]]:
+    """The JSON files of a folder beside this file, by their names without the ending, in order."""
+    files = resources.files(__package__).joinpath(folder).iterdir()
+    return sorted(
+        (file.name.removesuffix(".json"), file.read_bytes()) for file in files if file.name.endswith(".json")
+    )
+
+
 @cache
 def catalogue() -> dict[str, Fault]:
     """Every known fault by its id, in the order of the ids."""
-    files = resources.files(__package__).joinpath("data").iterdir()
-    by_id = {file.name.removesuffix(".json"): file for file in files if file.name.endswith(".json")}
-    return {id: msgspec.structs.replace(read(by_id[id].read_bytes()), id=id) for id in sorted(by_id)}
+    return {id: msgspec.structs.replace(read(file), id=id) for id, file in files_by_id("data")}
 
 
 def read(file: bytes) -> Fault:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
 
 import msgspec
 
 from ..release_semantics import release
 from . import conditions
-from .catalogue import Strict, short_name
+from .catalogue import Strict, files_by_id, short_name
 from .releases import EXAMINED, Affected
 
 
@@ -66,9 +65,7 @@ class ReleaseRule(Strict, frozen=True, kw_only=True):
 @cache
 def release_rules() -> dict[str, ReleaseRule]:
     """Every rule by its id, in the order of the ids."""
-    files = resources.files(__package__).joinpath("rules").iterdir()
-    by_id = {file.name.removesuffix(".json"): file for file in files if file.name.endswith(".json")}
-    return {id: msgspec.structs.replace(read(by_id[id].read_bytes()), id=id) for id in sorted(by_id)}
+    return {id: msgspec.structs.replace(read(file), id=id) for id, file in files_by_id("rules")}
 
 
 def read(file: bytes) -> ReleaseRule:

@@ -102,21 +102,14 @@ class ReadInvalid(NamedTuple):
     step: int = -1
 
 
-class UncommittedHit(NamedTuple):
+class UncommittedHit(ReadInvalid):
     """A step reads positions of a cached block before the step that writes them.
 
-    The fields are those of :class:`ReadInvalid`. ``why``: ``withdrawn`` (the scheduler took the request out
-    of that step) or ``in_step`` (a state is read in the step that writes it).
+    ``why``: ``withdrawn`` (the scheduler took the request out of that step) or ``in_step`` (a state is read
+    in the step that writes it).
     """
 
-    pool: int
-    blocks: list[int]
-    tokens: int
-    start: int
-    end: int
-    filler: str
-    why: str
-    story: list[str]
+    __slots__ = ()
 
 
 class ForeignHit(NamedTuple):

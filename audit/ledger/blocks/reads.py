@@ -263,9 +263,7 @@ def _read(
             reads.setdefault(request, {})[number, block] = lacks
 
 
-def _report(
-    holdings: Holdings, request: int, reads: Reads, kind: type[ReadInvalid] | type[UncommittedHit]
-) -> None:
+def _report(holdings: Holdings, request: int, reads: Reads, kind: type[ReadInvalid]) -> None:
     account = holdings.accounts[request]
     assert account.life is not None
     rows = sorted(row for lacks in reads.values() for row in lacks)
