@@ -29,8 +29,7 @@ Two requests have the same tokens and differ in one thing. A place *parts* them,
 made for one of them, and for how many tokens. *no control*: an equal request gets nothing either, for example
 because the store is of one process. *not here*: the place or the release does not know the difference. KV
 events part them if an event tells the difference beside the block's hash: a router that hashes tokens itself
-needs that. No key of vLLM or of a connector has the weights: of two engines whose weights differ under one model
-name and revision, the second one is the control. A store that converts KV may rightly share it between block sizes. `kvledger conformance --keys`
+needs that. A store that converts KV may rightly share it between block sizes. `kvledger conformance --keys`
 makes a card of the installed releases; this section is written by `make proof NAME=keys`.
 """
 

@@ -161,7 +161,6 @@ DIFFERENCES = (
     Difference("model", of_second={"model": "other"}),
     Difference("model's revision", of_second={"revision": "other"}),
     Difference("dtype of the KV cache", of_second={"cache_dtype": "bfloat16"}),
-    Difference("quantisation of the KV cache", of_second={"cache_dtype": "fp8"}),
     Difference("block size", of_second={"block_size": 2 * BLOCK}),
 )
 
