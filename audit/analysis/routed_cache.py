@@ -240,10 +240,12 @@ class RoutedCache(CacheChanges):
         followed = request.hashes[place] if place < len(request.hashes) else 0
         if not followed or not request.waiting:
             return
-        here = [each for each in request.waiting if (each[1] - 1) // self.block_tokens == place]
-        request.waiting = [each for each in request.waiting if each not in here]
-        for group, end, hash_id in here:
-            self.in_groups[group, end, followed] = hash_id
+        waiting, request.waiting = request.waiting, []
+        for group, end, hash_id in waiting:
+            if (end - 1) // self.block_tokens == place:
+                self.in_groups[group, end, followed] = hash_id
+            else:
+                request.waiting.append((group, end, hash_id))
         keep_newest(self.in_groups, MOST_RECENT)
 
     def _finished(self, event: ev.Finished) -> None:

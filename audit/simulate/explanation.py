@@ -257,7 +257,7 @@ class Explainer:
     # --- simulations ----------------------------------------------------------------------------------
 
     def _settings(self, study: Study) -> tuple[tuple[str, Setting], ...]:
-        """The settings of one of the two recordings, of those that differ."""
+        """The settings that differ, as one of the two recordings has them."""
         changes = (*self._way.first, *self._way.then)
         return tuple((each.name, each.before if study is self._before else each.after) for each in changes)
 
