@@ -114,6 +114,8 @@ def _where(subject: ContentTransfer) -> str:
         place = (
             f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))} of {subject.layer_count}"
         )
+    if subject.group:
+        place += f" of KV cache group {subject.group}"
     return place if subject.part == "both" else f"the {subject.part} of {place}"
 
 

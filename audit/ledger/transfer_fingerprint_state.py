@@ -45,9 +45,10 @@ class CustodyState:
         """By hash id, worker and group: what was handed to the store. Fingerprints are hexadecimal digits."""
         self.digits = 0
         """Digits of these fingerprints."""
-        self.waiting: dict[tuple[int, int, int], list[tuple[int, int, bool, bool, str]]] = {}
+        self.waiting: dict[tuple[int, int, int], list[tuple[int, int, int, bool, bool, str]]] = {}
         """By pool, block and worker: transfers of a block without a hash: step of the block's allocation,
-        step of the transfer, whether it was stored, whether the store is the engine's own, fingerprints."""
+        group, step of the transfer, whether it was stored, whether the store is the engine's own,
+        fingerprints."""
         self.fleet_store = False
         """Whether nothing but engines with the same key writes to the store."""
         self.foreign: list[tuple[int, int, int, int, int, int, int, str, str, str]] = []

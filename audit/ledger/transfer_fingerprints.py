@@ -43,7 +43,7 @@ def _moved(state: LedgerState, event: ev.BlocksMoved) -> None:
             state.sums.count_transfer("unmatched")
         elif not record.hash_ids:
             waiting = custody.waiting.setdefault((number, block, event.worker), [])
-            waiting.append((allocated[0], event.step, event.out, event.own_store, prints))
+            waiting.append((allocated[0], event.group, event.step, event.out, event.own_store, prints))
         elif event.out:
             state.sums.count_transfer("stored")
             stored = prints, event.step, block, record.writer
@@ -105,8 +105,7 @@ def follow_waiting(state: LedgerState) -> None:
             del custody.waiting[key]
         elif record.hash_ids:
             del custody.waiting[key]
-            group = next(iter(pool.groups))
-            for allocated, step, out, own, prints in rows:
+            for allocated, group, step, out, own, prints in rows:
                 if allocated != record.allocations[-2]:
                     state.sums.count_transfer("unmatched")
                     continue

@@ -52,6 +52,17 @@ class Situation:
     workers: int = 1
 
 
+STORE = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "CopyingSpec",
+        "spec_module_path": "tests.conformance.cpu_offloading",
+        "cpu_bytes_to_use": 1 << 30,
+    },
+}
+"""A store in the memory of the engine's worker."""
+
 DUMMY = {"load_format": "dummy"}
 
 SITUATIONS = {
@@ -71,6 +82,11 @@ SITUATIONS = {
     "sliding window": Situation(
         "a layer of full attention, and two with a window of 64 tokens",
         DUMMY | {"num_gpu_blocks_override": 40},
+        model="sliding",
+    ),
+    "a window's loads": Situation(
+        "the same three layers, and a store (OffloadingConnector) that gives back what the pool has lost",
+        DUMMY | {"num_gpu_blocks_override": 40, "kv_transfer_config": STORE},
         model="sliding",
     ),
     "states": Situation(
@@ -202,6 +218,28 @@ def flip_bit(audit: Any) -> int:
     return int(block)
 
 
+def lose_a_window() -> list[int]:
+    """From now on the first block of each load that has one of the last group arrives as zeros.
+
+    Returns the list to which these blocks are appended.
+    """
+    from tests.conformance.cpu_offloading import CopyingWorker
+
+    load, lost = CopyingWorker.submit_load, list[int]()
+
+    def losing(worker: Any, job_id: int, source: Any, target: Any) -> bool:
+        done = load(worker, job_id, source, target)
+        if target.group_sizes[-1]:
+            block = int(target.block_ids[len(target.block_ids) - target.group_sizes[-1]])
+            lost.append(block)
+            for cache in worker._caches:
+                cache[block] = 0
+        return done
+
+    CopyingWorker.submit_load = losing  # type: ignore[method-assign]
+    return lost
+
+
 def result(audit: Any, ledger: Any = None) -> dict[str, Any]:
     """What one audit found. ``ledger``: that of the one engine, where the audit is of journals."""
     ledger = ledger or audit.ledger
@@ -212,6 +250,7 @@ def result(audit: Any, ledger: Any = None) -> dict[str, Any]:
             for violation in audit.violations
         ],
         "counts": ledger.sums.contents,
+        "transfers": ledger.sums.transfers,
         "excluded": ledger.contents.excluded,
         "workers": len(ledger.contents.workers),
         "requests": audit.totals.requests,
@@ -248,6 +287,13 @@ def run(name: str) -> dict[str, Any]:
             block = flip_bit(changed)
             generate(llm, [[*prompt, 5, 6, 7]], max_tokens=4)
         found["flipped"] = result(changed) | {"block": block}
+    if name == "a window's loads":
+        with kvledger.attach(llm, level="content") as losing:
+            lost, prompt = lose_a_window(), [7] * 150  # which the store does not have yet
+            for _ in range(2):
+                generate(llm, [prompt], max_tokens=4)
+                llm.reset_prefix_cache()
+        found["lost"] = result(losing) | {"blocks": lost}
     return found
 
 

@@ -54,6 +54,22 @@ def _check_flipped_bit(flipped: dict[str, Any]) -> None:
     assert any("read by request" in line for line in story)
 
 
+def test_what_a_store_gives_back_is_compared_in_every_group(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    python("-m", "tests.engines.content_run", "a window's loads", output)
+    found = json.loads(output.read_text())
+    assert ("clean", True) == (found["verdict"], found["equal"])
+    assert found["transfers"]["moved"] > 200
+    assert not set(found["transfers"]) & {"unknown", "foreign", "transfer_differed", "store_differed"}
+
+    lost = found["lost"]
+    ((id, reader, figures, _),) = lost["findings"]
+    assert ("content/transfer", lost["blocks"], "zeros") == (id, figures["blocks"], figures["how"])
+    assert figures["reader"] == reader != figures["writer"]
+    assert "only zeros arrived in the only layer of KV cache group 2" == figures["what"]
+    assert lost["transfers"] == {"stored": 8, "moved": 7, "transfer_differed": 1}
+
+
 def test_a_worker_writes_what_it_verified_into_a_journal_of_its_own(tmp_path: Path) -> None:
     python(
         *("-m", "kvledger.audit.demo.engine", "--output", tmp_path / "result.json"),

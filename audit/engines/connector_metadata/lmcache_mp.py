@@ -6,10 +6,10 @@ are one list, or one list for each KV cache group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from .metadata_reader import LoadedBlocks, MetadataReader, Saved
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves, Saved, by_group
 
 
 class LMCacheMPReader(MetadataReader):
@@ -28,27 +28,31 @@ class LMCacheMPReader(MetadataReader):
             block
             for request in metadata.requests
             if request.direction == "RETRIEVE"
-            for block in _blocks(request.op)
+            for blocks in by_group(request.op.block_ids)
+            for block in blocks
         }
 
     def stored(self, metadata: Any, block_size: int) -> list[int]:
         rows = [row for row in metadata.requests if row.direction == "STORE"]
-        return [block for row in rows for block in _blocks(row.op)]
+        return [block for row in rows for blocks in by_group(row.op.block_ids) for block in blocks]
 
-    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
-        loads = []
+    def groups(self, attention: Collection[int]) -> Collection[int]:
+        return attention
+
+    def moves(self, metadata: Any, block_tokens: Mapping[int, int]) -> Moves:
+        found = Moves({group: [] for group in block_tokens}, [])
         for request in metadata.requests:
-            if request.direction != "STORE":
-                skipped = -(-int(getattr(request.op, "skip_first_n_tokens", 0)) // block_size)
-                loads.append(LoadedBlocks(request.request_id, _blocks(request.op)[skipped:], True))
-        return loads
+            for group, blocks in enumerate(by_group(request.op.block_ids)):
+                if group not in block_tokens:
+                    continue
+                if request.direction == "STORE":
+                    found.stored[group] += blocks
+                else:
+                    skipped = -(-int(getattr(request.op, "skip_first_n_tokens", 0)) // block_tokens[group])
+                    found.loads.append(LoadedBlocks(request.request_id, blocks[skipped:], True, group))
+        return found
 
     def saves(self, metadata: Any) -> Iterable[Saved]:
         for request in metadata.requests:
             if request.direction == "STORE":
                 yield Saved(request.request_id, request.op.start, request.op.end)
-
-
-def _blocks(op: Any) -> list[int]:
-    """The blocks of a range of tokens, of all KV cache groups."""
-    return [block for ids in op.block_ids for block in (ids if isinstance(ids, list | tuple) else (ids,))]

@@ -11,7 +11,7 @@ The readers stand beside this file; which connector each is for is in ``__init__
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 
@@ -40,13 +40,24 @@ class LoadedBlocks(NamedTuple):
     request_id: str
     blocks: list[int]
     asynchronous: bool
+    group: int = 0
+    """The KV cache group of the blocks."""
 
 
 class Moves(NamedTuple):
     """Whole blocks that the metadata orders to be stored and loaded. Partly moved blocks are left out."""
 
-    stored: list[int]
+    stored: dict[int, list[int]]
+    """By KV cache group."""
     loads: list[LoadedBlocks]
+
+
+def by_group(ids: Iterable[Any]) -> list[list[int]]:
+    """Block ids of each KV cache group. A list without groups is that of the only one."""
+    rows = list(ids)
+    if rows and not isinstance(rows[0], list | tuple):
+        rows = [rows]
+    return [list(map(int, row)) for row in rows]
 
 
 def whole_blocks(slots: Iterable[int], block_size: int) -> list[int]:
@@ -91,16 +102,28 @@ class MetadataReader:
         return False
 
     def stored(self, metadata: Any, block_size: int) -> list[int]:
-        """The whole blocks that ``metadata`` orders to be stored."""
+        """The whole blocks that ``metadata`` orders to be stored, of all KV cache groups."""
         return []
 
     def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
         """The loads that ``metadata`` orders, with their whole blocks."""
         raise NotImplementedError
 
-    def moves(self, metadata: Any, block_size: int) -> Moves:
-        """Both."""
-        return Moves(self.stored(metadata, block_size), self.loads(metadata, block_size))
+    def groups(self, attention: Collection[int]) -> Collection[int]:
+        """Of an engine with several KV cache groups: those whose blocks :meth:`moves` can tell.
+
+        ``attention`` are its groups that have keys and values of each position.
+        """
+        return ()
+
+    def moves(self, metadata: Any, block_tokens: Mapping[int, int]) -> Moves:
+        """Both. ``block_tokens`` has the groups that are asked for, each with the tokens of its blocks.
+
+        A reader that does not tell the groups of blocks is asked for the only one.
+        """
+        [(group, tokens)] = block_tokens.items()
+        loads = [load._replace(group=group) for load in self.loads(metadata, tokens)]
+        return Moves({group: self.stored(metadata, tokens)}, loads)
 
     def handed_over(self, metadata: Any) -> Iterable[str]:
         """Requests of which ``metadata`` says that another engine will read their blocks, each once."""

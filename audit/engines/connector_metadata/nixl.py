@@ -7,10 +7,13 @@ which may be partly full.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from .metadata_reader import LoadedBlocks, MetadataReader
+from .metadata_reader import LoadedBlocks, MetadataReader, Moves, by_group
+
+FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
+"""vLLM's kinds of groups of which a transfer moves every block from the first one that is missing."""
 
 
 class NixlReader(MetadataReader):
@@ -38,29 +41,35 @@ class NixlReader(MetadataReader):
         return not self._permutes
 
     def filled(self, metadata: Any, block_size: int) -> set[int]:
-        filled: set[int] = set()
-        for received in metadata.reqs_to_recv.values():
-            for ids in received.local_block_ids:
-                filled.update(ids if isinstance(ids, list | tuple) else (ids,))
-        return filled
+        rows = (by_group(received.local_block_ids) for received in metadata.reqs_to_recv.values())
+        return {block for row in rows for blocks in row for block in blocks}
 
-    def loads(self, metadata: Any, block_size: int) -> list[LoadedBlocks]:
-        rows = ((name, self._whole(row, block_size)) for name, row in metadata.reqs_to_recv.items())
-        return [LoadedBlocks(name, blocks, True) for name, blocks in rows if blocks]
+    def groups(self, attention: Collection[int]) -> Collection[int]:
+        """Those of full attention. Of a window only the last blocks move, and the places are not told."""
+        config = getattr(self.connector, "_kv_cache_config", None)
+        kinds = [type(each.kv_cache_spec).__name__ for each in getattr(config, "kv_cache_groups", ())]
+        return [group for group in attention if group < len(kinds) and kinds[group] in FULL_ATTENTION]
 
-    def _whole(self, received: Any, block_size: int) -> list[int]:
+    def moves(self, metadata: Any, block_tokens: Mapping[int, int]) -> Moves:
+        found = Moves({}, [])
+        for name, received in metadata.reqs_to_recv.items():
+            for group, tokens in block_tokens.items():
+                if blocks := self._whole(received, group, tokens):
+                    found.loads.append(LoadedBlocks(name, blocks, True, group))
+        return found
+
+    def _whole(self, received: Any, group: int, block_tokens: int) -> list[int]:
         """The full blocks of one load; none if the prefill engine splits its blocks over other workers."""
         theirs = (
             getattr(received, "tp_size", None),
             getattr(received, "pp_size", 1),
             getattr(received, "dcp_size", 1),
         )
-        ids, held = received.local_block_ids, getattr(received, "local_num_computed_blocks", ())
+        ids, held = by_group(received.local_block_ids), getattr(received, "local_num_computed_blocks", ())
         tokens = getattr(getattr(received, "remote", None), "num_tokens", None)
-        if theirs != self._workers or not ids or tokens is None or not held:
+        if theirs != self._workers or group >= len(ids) or tokens is None or group >= len(held):
             return []
-        blocks = ids[0] if isinstance(ids[0], list | tuple) else ids
-        return list(blocks[: max(0, tokens // block_size - held[0])])
+        return ids[group][: max(0, tokens // block_tokens - held[group])]
 
     def handed_over(self, metadata: Any) -> Iterable[str]:
         return getattr(metadata, "reqs_in_batch", ())

@@ -165,8 +165,21 @@ def test_offloading_jobs_are_moves() -> None:
     load = SimpleNamespace(req_id="b", src_spec=ids[1], dst_spec=ids[0])
     metadata = SimpleNamespace(store_jobs={1: store}, load_jobs={2: load})
     offloading = reader("OffloadingConnector")
-    assert offloading.moves(metadata, SIZE) == ([3, 4], [("b", [3, 4], True)])
+    assert offloading.moves(metadata, {0: SIZE}) == ({0: [3, 4]}, [("b", [3, 4], True, 0)])
     assert not offloading.own_store  # its tiers are not known
+
+
+def test_offloading_jobs_have_the_blocks_of_one_group_behind_another() -> None:
+    ends = SimpleNamespace(block_ids=[3, 4, 0, 5, 6], group_sizes=[2, 0, 3])
+    store = SimpleNamespace(req_id="a", src_spec=ends, dst_spec=None)
+    load = SimpleNamespace(req_id="b", src_spec=None, dst_spec=ends)
+    metadata = SimpleNamespace(store_jobs={1: store}, load_jobs={2: load})
+    offloading = reader("OffloadingConnector")
+    assert [0, 2] == offloading.groups([0, 2])
+    found = offloading.moves(metadata, {0: SIZE, 2: 2 * SIZE})
+    loads = [("b", [3, 4], True, 0), ("b", [0, 5, 6], True, 2)]
+    assert found == ({0: [3, 4], 2: [0, 5, 6]}, loads)
+    assert offloading.moves(metadata, {2: SIZE}) == ({2: [0, 5, 6]}, loads[1:])
 
 
 def nixl(**options: Any) -> Any:
@@ -203,12 +216,70 @@ def received(tokens: int | None, held: int, blocks: Any, tp_size: int = 1) -> An
 def test_nixl_fills_whole_blocks_up_to_the_tokens_of_the_prefill_engine(
     metadata: Any, blocks: list[int]
 ) -> None:
-    assert nixl().moves(metadata, SIZE) == ([], [("r", blocks, True)] if blocks else [])
+    assert nixl().moves(metadata, {0: SIZE}) == ({}, [("r", blocks, True, 0)] if blocks else [])
+
+
+def test_nixl_tells_the_blocks_of_full_attention_but_not_of_a_window() -> None:
+    kinds = [type(name, (), {})() for name in ("SlidingWindowSpec", "FullAttentionSpec")]
+    groups = [SimpleNamespace(kv_cache_spec=kind) for kind in kinds]
+    two = nixl()
+    two.connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    assert [1] == two.groups([0, 1])
+    metadata = received(11, 0, ([7], [3, 4, 5]))
+    metadata.reqs_to_recv["r"].local_num_computed_blocks = (0, 0)
+    assert two.moves(metadata, {1: SIZE}) == ({}, [("r", [3, 4], True, 1)])
 
 
 def test_nixl_between_caches_of_other_orders_is_not_exact() -> None:
     assert nixl().exact
     assert not nixl(permutes=True).exact
+
+
+class TwoGroups(Bench):
+    """The same with a second group, whose blocks are twice as long and have two layers of their own."""
+
+    def __init__(self, connector: str) -> None:
+        super().__init__()
+        self.custody.remove()
+        more = [torch.rand(6, 1, 2, 2 * SIZE, 8)]
+        groups = {
+            0: GroupLayout(0, SIZE, self.layers, [["a"], ["b"]], 1),
+            1: GroupLayout(1, 2 * SIZE, more, [["c"]], 1),
+        }
+        self.watch.layout = Layout(6, groups, {})
+        self.watch.seals = self.seals = Seals(self.watch.layout, 5, seen_from_start=True)
+        self.connector = type(connector, (ExampleConnector,), {})(self.layers)
+        self.custody = CustodyWatch(self.watch, self.connector, 5, self.fail)
+
+
+def test_transfers_of_each_group_are_read_from_its_own_layers() -> None:
+    bench = TwoGroups("OffloadingConnector")
+    ends = SimpleNamespace(block_ids=[1, 2, 0, 3], group_sizes=[2, 2])
+    bench.seals.seal(1, [3], 2)
+    bench.watch.layout.groups[1].layers[0][3] += 1
+    store = SimpleNamespace(req_id="a", src_spec=ends, dst_spec=None)
+    load = SimpleNamespace(req_id="b", src_spec=None, dst_spec=ends)
+    connector = bench.connector
+    connector.bind_connector_metadata(SimpleNamespace(store_jobs={1: store}, load_jobs={2: load}))
+    connector.wait_for_save()
+    connector.results = SimpleNamespace(finished_recving={"b"}, failed_recving=set())
+    connector.get_transfer_results(set())
+    connector.clear_connector_metadata()
+    moved = [
+        (event.out, event.group, event.blocks, len(event.prints), event.differed) for event in bench.events
+    ]
+    assert moved == [
+        (True, 0, [1, 2], 2 * 2 * 2 * 8, []),
+        (True, 1, [3], 2 * 8, [3, 2]),  # 0 is the null block
+        (False, 0, [1, 2], 2 * 2 * 2 * 8, []),
+        (False, 1, [3], 2 * 8, []),
+    ]
+
+
+def test_a_connector_that_tells_no_groups_is_not_observed_in_an_engine_with_two() -> None:
+    bench = TwoGroups("ExampleConnector")
+    bench.step((True, slots(1)))
+    assert [] == bench.events
 
 
 class HandingOver(Bench):
@@ -260,8 +331,15 @@ def test_blocks_of_a_nixl_transfer_are_read_when_it_has_arrived_unless_it_failed
 def test_lmcache_mp_skips_the_blocks_that_a_retrieval_does_not_write() -> None:
     op = SimpleNamespace(block_ids=[[3, 4, 5]], start=0, end=12, skip_first_n_tokens=5)
     rows = [SimpleNamespace(request_id=d, direction=d, op=op) for d in ("STORE", "RETRIEVE")]
-    moves = reader("LMCacheMPConnector").moves(SimpleNamespace(requests=rows), SIZE)
-    assert moves == ([3, 4, 5], [("RETRIEVE", [5], True)])
+    moves = reader("LMCacheMPConnector").moves(SimpleNamespace(requests=rows), {0: SIZE})
+    assert moves == ({0: [3, 4, 5]}, [("RETRIEVE", [5], True, 0)])
+
+
+def test_lmcache_mp_has_a_list_of_blocks_for_each_group() -> None:
+    op = SimpleNamespace(block_ids=[[3, 4, 5], [6, 7]], start=0, end=12, skip_first_n_tokens=5)
+    rows = [SimpleNamespace(request_id=d, direction=d, op=op) for d in ("STORE", "RETRIEVE")]
+    moves = reader("LMCacheMPConnector").moves(SimpleNamespace(requests=rows), {0: SIZE, 1: 2 * SIZE})
+    assert moves == ({0: [3, 4, 5], 1: [6, 7]}, [("RETRIEVE", [5], True, 0), ("RETRIEVE", [7], True, 1)])
 
 
 def test_lmcache_moves_whole_blocks_of_its_slots() -> None:
@@ -273,6 +351,6 @@ def test_lmcache_moves_whole_blocks_of_its_slots() -> None:
     )
     lmcache = reader("LMCacheConnectorV1", _lmcache_engine=adapter)
     assert lmcache.exact
-    assert lmcache.moves(SimpleNamespace(requests=[row]), SIZE) == ([5], [("", [4], False)])
+    assert lmcache.moves(SimpleNamespace(requests=[row]), {0: SIZE}) == ({0: [5]}, [("", [4], False, 0)])
     adapter.config.remote_serde = "cachegen"
     assert not lmcache.exact
