@@ -7,7 +7,8 @@ Runs with ``ai-dynamo-runtime`` (PyPI) alone, in an environment of its own, and 
 
 Neither etcd nor NATS is needed: workers are found in the folder STORE (discovery ``file``), and events go
 over ZeroMQ. A worker stands for one engine, relays its KV events, and prints its id. The router answers a
-line of JSON, a list of token ids, with a line of JSON: the blocks of each worker that its index holds.
+line of JSON, the arguments of ``get_overlap_scores``, with a line of JSON: the blocks of each worker that its
+index holds, or the error.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ async def router(store: str, block_tokens: int) -> None:
     chosen = _core.KvRouter(endpoint, block_tokens, _core.KvRouterConfig())
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        scores = await chosen.get_overlap_scores(json.loads(line))
-        print(
-            json.dumps({str(row["worker_id"]): row["device_blocks"] for row in scores["workers"]}), flush=True
-        )
+        try:
+            scores = await chosen.get_overlap_scores(**json.loads(line))
+        except Exception as error:
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            continue
+        blocks = {str(row["worker_id"]): row["device_blocks"] for row in scores["workers"]}
+        print(json.dumps(blocks), flush=True)
 
 
 def main() -> None:

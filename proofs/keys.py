@@ -3,7 +3,8 @@
 Usage: make proof NAME=keys
 
 Runs `kvledger conformance --keys` on the releases of :data:`RELEASES` for the prefix cache and KV events, and
-for the connectors that run on this CPU, LMCache's with its own store. Exits with 1 if a card can't be made.
+for the connectors that run on this CPU, LMCache's with its own store; `proofs/keys_router.py` asks Dynamo's
+router. Exits with 1 if a card can't be made.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ from typing import Any
 
 import releases
 from proofs.cards import ADAPTER, CONNECTORS, COPIED, COPYING, LMCACHE, OURS, PAGE, PLAIN, ROOT
+from proofs.routed import routers
 from stores import environ, store
 
 RELEASES = ("0.12.0", "0.20.0", "0.24.0", "0.28.0", "0.32.0", "0.33.0")
 LEFT_OUT = ("DecodeBenchConnector", "MultiConnector")
 """One makes KV up; the other has what its children have."""
+
+ROUTER = """
+Dynamo's KvRouter (`ai-dynamo-runtime` 1.6.1) over the KV events of vLLM 0.32's real scheduler. It is asked
+with the tokens, the adapter's name, the identities of images, and the salt as namespace; where it does not
+find an equal request so, by the tokens alone. Of salts and images it knows those that its own frontend names,
+the last two rows. An index is of one model, and a worker of one engine, so differences of engines are left
+out:
+"""
 
 BEGIN, END = "## Partition card\n", "## Score cards\n"
 SAYS = """
@@ -29,8 +39,9 @@ Two requests have the same tokens and differ in one thing. A place *parts* them,
 made for one of them, and for how many tokens. *no control*: an equal request gets nothing either, for example
 because the store is of one process. *not here*: the place or the release does not know the difference. KV
 events part them if an event tells the difference beside the block's hash: a router that hashes tokens itself
-needs that. A store that converts KV may rightly share it between block sizes. `kvledger conformance --keys`
-makes a card of the installed releases; this section is written by `make proof NAME=keys`.
+needs that. No place has the weights in its key: engines with other weights under one model name and
+revision are equal to it. A store that converts KV may rightly share it between block sizes. `kvledger
+conformance --keys` makes a card of the installed releases; this section is written by `make proof NAME=keys`.
 """
 
 
@@ -60,6 +71,19 @@ def by_release(release: str) -> Any:
     return card(variables=variables)
 
 
+def of_router() -> Any:
+    """The card of Dynamo's router."""
+    done = subprocess.run(
+        [ROOT / ".venv/bin/python", "-m", "proofs.keys_router", routers() / "bin" / "python"],
+        cwd=ROOT,
+        env={**PLAIN, "VLLM_LOGGING_LEVEL": "ERROR"},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=900,
+    )
+    return json.loads(done.stdout)
+
+
 def table(cards: Mapping[str, Any], place: int = 0) -> list[str]:
     """One table: a row for each difference, a column for one place of each card."""
     lines = [f"| two requests differ in | {' | '.join(cards)} |", "|---" * (1 + len(cards)) + "|"]
@@ -85,6 +109,7 @@ def main() -> None:
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
         stores[LMCACHE] = card(LMCACHE, ["--options", json.dumps(where)], environ(OURS))
     stores[ADAPTER] = card(ADAPTER, [*COPIED, json.dumps(COPYING)], environ(OURS))
+    router = of_router()
     before, _, rest = PAGE.read_text().partition(BEGIN)
     if not rest:
         before, _, rest = PAGE.read_text().partition(END)
@@ -101,7 +126,8 @@ def main() -> None:
         "",
     ]
     lines += ["Its KV events:", "", *table(caches, 1), ""]
-    lines += [f"Stores of connectors ({engines}):", "", *table(stores), "", ""]
+    lines += [f"Stores of connectors ({engines}):", "", *table(stores), ROUTER]
+    lines += [*table({router["places"][0]: router}), "", ""]
     PAGE.write_text(before + "\n".join(lines) + after)
 
 

@@ -177,7 +177,8 @@ class Dynamo:
     def predict(self, prompt: str) -> dict[int, int]:
         """The tokens of a prompt that each engine holds, by the port of its KV events."""
         assert self._router is not None and self._router.stdin is not None
-        self._router.stdin.write(json.dumps([int(word[1:]) for word in prompt.split()]) + "\n")
+        asked = {"token_ids": [int(word[1:]) for word in prompt.split()]}
+        self._router.stdin.write(json.dumps(asked) + "\n")
         self._router.stdin.flush()
         blocks = json.loads(_last_line(self._router))
         return {self._ports[worker]: BLOCK_TOKENS * count for worker, count in blocks.items()}

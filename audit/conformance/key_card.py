@@ -120,7 +120,7 @@ def _images() -> tuple[Arguments, Arguments]:
         place = PlaceholderRange(offset=DIFFERS.start, length=len(DIFFERS))
         return {"mm_features": [MultiModalFeatureSpec(None, "image", identity, place)]}
 
-    return image("one"), image("two")
+    return image("1" * 64), image("2" * 64)  # as vLLM's own identities, which are digests
 
 
 def _embeddings() -> tuple[Arguments, Arguments]:
@@ -161,8 +161,34 @@ DIFFERENCES = (
     Difference("model", of_second={"model": "other"}),
     Difference("model's revision", of_second={"revision": "other"}),
     Difference("dtype of the KV cache", of_second={"cache_dtype": "bfloat16"}),
+    Difference("quantisation of the KV cache", of_second={"cache_dtype": "fp8"}),
     Difference("block size", of_second={"block_size": 2 * BLOCK}),
 )
+
+
+# --- what routers are told -------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """Two requests, the prompt of each, and the KV events of the engine that has served the first one."""
+
+    requests: tuple[Arguments, Arguments]
+    prompts: tuple[list[int], list[int]]
+    events: list[Any]
+
+
+def told(difference: Difference) -> Told:
+    """What an engine publishes of the first request of a difference.
+
+    Each call has tokens of its own. Raises ImportError or TypeError where the release does not know the
+    difference.
+    """
+    salt = uuid4().hex
+    requests = difference.requests()
+    driver = Driver(EngineSetup(**_setup(difference)))
+    events = _publish(driver)
+    _run(driver, "first", requests[0], salt=salt)
+    return Told(requests, (_prompt(salt), _prompt(salt, other_tokens=difference.other_tokens)), events)
 
 
 # --- cells ------------------------------------------------------------------------------------------------
@@ -219,10 +245,9 @@ def _ask(
     difference: Difference, connector: Connector | None, first: Arguments, second: Arguments, *, control: bool
 ) -> _Asked:
     """Run the first request and then the second one; a ``control`` has no difference."""
-    setup = {"block_size": BLOCK, "blocks": 64, "max_batched_tokens": 512, **difference.setup}
     other_tokens = difference.other_tokens and not control
     if connector is None:
-        driver = Driver(EngineSetup(**setup))
+        driver = Driver(EngineSetup(**_setup(difference)))
         of_first = _publish(driver)
         _run(driver, "first", first)
         of_second = _publish(driver)
@@ -230,7 +255,7 @@ def _ask(
         return _Asked(tokens, (of_first, of_second))
     salt = uuid4().hex
     with tempfile.TemporaryDirectory(prefix="kvledger-keys-") as folder:
-        setup |= connector.setup(folder)
+        setup = _setup(difference) | connector.setup(folder)
         if difference.of_second:
             setup_of_second = setup if control else {**setup, **difference.of_second}
             _in_child(setup, "first", salt)
@@ -243,6 +268,11 @@ def _ask(
             return _Asked(_run(driver, "second", second, other_tokens=other_tokens, salt=salt))
         finally:
             engines.stop()
+
+
+def _setup(difference: Difference) -> dict[str, Any]:
+    """How the engines of a difference are set up."""
+    return {"block_size": BLOCK, "blocks": 64, "max_batched_tokens": 512, **difference.setup}
 
 
 class _Broke(Exception):
@@ -288,8 +318,7 @@ def _alone(setup: Arguments, name: str, salt: str, answer: Any) -> None:
 
 def _run(driver: Any, name: str, arguments: Arguments, *, other_tokens: bool = False, salt: str = "") -> int:
     """Run a request to its end; the tokens that its first admission did not compute."""
-    own = int(salt[:6] or "0", 16) % 10_000 + 100
-    prompt = [0 if place in DIFFERS else own + place + 200 * other_tokens for place in range(PROMPT_TOKENS)]
+    prompt = _prompt(salt, other_tokens=other_tokens)
     found: list[int] = []
     schedule = driver.schedule
 
@@ -303,6 +332,11 @@ def _run(driver: Any, name: str, arguments: Arguments, *, other_tokens: bool = F
     driver.run()
     driver.schedule = schedule
     return int(found[0]) if found else 0
+
+
+def _prompt(salt: str, *, other_tokens: bool = False) -> list[int]:
+    own = int(salt[:6] or "0", 16) % 10_000 + 100
+    return [0 if place in DIFFERS else own + place + 200 * other_tokens for place in range(PROMPT_TOKENS)]
 
 
 class _Publisher:

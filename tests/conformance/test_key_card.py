@@ -23,7 +23,9 @@ OFFLOADING = {
     "spec_module_path": "tests.conformance.cpu_offloading",
     "cpu_bytes_to_use": 1 << 24,
 }
-OF_ENGINES = {"model", "model's revision", "dtype of the KV cache", "block size"}
+OF_ENGINES = {
+    *("model", "model's revision", "dtype of the KV cache", "quantisation of the KV cache", "block size")
+}
 ALWAYS_SHARED = {"LoRA adapter, loaded in place", "mask of prompt embeddings"}
 """Differences that no place of vLLM 0.32 knows (vLLM#56655 is the second)."""
 

@@ -236,7 +236,7 @@ def lose_a_window() -> list[int]:
                 cache[block] = 0
         return done
 
-    CopyingWorker.submit_load = losing  # type: ignore[method-assign]
+    CopyingWorker.submit_load = losing  # type: ignore[assignment,method-assign]
     return lost
 
 
