@@ -379,7 +379,7 @@ def _page(output: Path, html: str) -> bool:
     ),
 )
 def simulate(
-    paths: list[Path] = opt.journals("PATH", "A journal of level blocks."),
+    paths: list[Path] = opt.journals("PATH", "A journal of level blocks, or a request trace (.jsonl)."),
     release: list[str] | None = option("--release RELEASE", "A release of vLLM; several may be given."),
     set_: list[str] | None = option(
         "--set NAME=VALUE",
@@ -389,6 +389,8 @@ def simulate(
     python: list[str] | None = opt.PYTHON,
     rate: float = option("--rate FACTOR", "How much faster the requests come.", 1.0, min=0.001),
     closed_loop: bool = opt.CLOSED_LOOP,
+    block_size: int = opt.BLOCK_SIZE,
+    steps_of: Path | None = option("--steps-of JOURNAL", "Of a request trace: whose step times to take."),
     find: str = option("--find NAME", "The setting whose smallest value that meets --for is wanted."),
     wanted: str = option('--for "FIGURE >= VALUE"', "The goal of --find, such as hit_share >= 0.45."),
     output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
@@ -398,7 +400,8 @@ def simulate(
     """Run recorded traffic on the scheduler of any vLLM release and configuration.
 
     The requests of a journal of level blocks come at their recorded times to the real scheduler, in simulated
-    time. First the recorded configuration must give the recording. No GPU and no model is needed.
+    time. First the recorded configuration must give the recording. No GPU and no model is needed. A request
+    trace in the Mooncake format needs --set num_gpu_blocks=N.
     """
     from .exporters.reports import simulate as report
     from .exporters.reports import simulate_page
@@ -415,6 +418,8 @@ def simulate(
             wanted=wanted,
             jobs=read.jobs,
             window=window,
+            block_tokens=block_size,
+            steps_of=steps_of,
         )
     if output is not None and _page(output, simulate_page.html(result)):
         raise typer.Exit(result.code)

@@ -26,6 +26,7 @@ NAMES = (
     "routed",
     "simulate",
     "store",
+    "traces",
     "trl",
     "turns",
     "upstream",

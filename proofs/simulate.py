@@ -1,12 +1,13 @@
 """Compares `kvledger simulate` with real engines of other sizes that served the same client.
 
-Usage: make proof NAME=simulate ARGS="[--closed-loop] [--requests N] [--rate N] [--blocks N] [--rounds N]
-    [--keep DIR]"
+Usage: make proof NAME=simulate ARGS="[--closed-loop] [--http] [--requests N] [--rate N] [--blocks N]
+    [--rounds N] [--keep DIR]"
 
 A client sends the same requests at the same times to a real vLLM engine with a tiny model on this CPU: as
 recorded, with half and twice the blocks, half the token budget, priorities, blocks of twice the size, and
 without asynchronous scheduling, each --rounds times, interleaved. With --closed-loop a conversation goes on
-only some time after its answer. The journals of the recorded configuration predict the others. Every row is
+only some time after its answer. With --http the engine is vLLM's OpenAI-compatible server, in real time. The
+journals of the recorded configuration predict the others. Every row is
 printed, misses included. Exits
 with 1 unless, for every row: hits are within 1 point; preemptions within 10 %, or 5 of fewer than 70; and,
 below 80 % of the engine's time, the first token's median and 95th percentile are inside the band of the real
@@ -18,23 +19,28 @@ from __future__ import annotations
 import argparse
 import gc
 import heapq
+import http.client
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.serving.processes import Engine
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
 from kvledger.audit.demo.process import settle_environment
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.simulate.settings import Variant
-from kvledger.audit.simulate.study import Outcome, Study
+from kvledger.audit.simulate.study import Outcome, Study, recording
 
 BLOCK_TOKENS = 32
 RUNNING = 16
@@ -201,12 +207,96 @@ def run_engine(folder: Path, arguments: argparse.Namespace) -> None:
     engine.engine_core.shutdown()
 
 
+class HttpEngine(Engine):
+    """vLLM's server with the same engine arguments."""
+
+    def __init__(self, folder: Path, journals: Path, arguments: argparse.Namespace) -> None:
+        super().__init__(folder, journals)
+        self._arguments: dict[str, Any] = json.loads(arguments.options)
+        self._client = Client(arguments)
+        self._answers: queue.SimpleQueue[tuple[Arrival, list[int]]] = queue.SimpleQueue()
+        """The requests that have ended, with their output."""
+
+    def command(self) -> list[str]:
+        options: dict[str, Any] = {
+            "model": self._model,
+            "served_model_name": "tiny",
+            "dtype": "float32",
+            "max_model_len": SEQUENCE_TOKENS,
+            "max_num_seqs": RUNNING,
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            "host": "127.0.0.1",
+            "port": self.port,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "scheduler_reserve_full_isl": False,
+            **self._arguments,
+        }
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in options.items():
+            flag = name.replace("_", "-")
+            words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
+            words += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        return words
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"KVLEDGER_LEVEL": "blocks"}
+
+    def serve(self) -> None:
+        """Send all requests, each in a thread of its own, and stop the server after their answers."""
+        client, running = self._client, 0
+        self._complete(Arrival(0, 0, [], 40, 0, 0), list(range(2, 402)))
+        self._answers.get()
+        began = time.monotonic()
+        while client.next_at is not None or running:
+            wait = None if client.next_at is None else began + client.next_at - time.monotonic()
+            try:
+                each, tokens = self._answers.get(timeout=None if wait is None else max(0.0, wait))
+            except queue.Empty:
+                each = client.take()
+                prompt = list(client.histories[each.conversation])
+                threading.Thread(target=self._complete, args=(each, prompt), daemon=True).start()
+                running += 1
+            else:
+                running -= 1
+                client.answered(each, tokens, time.monotonic() - began)
+        self.stop()
+
+    def _complete(self, each: Arrival, prompt: list[int]) -> None:
+        asked = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": each.output,
+            "priority": each.priority if "scheduling_policy" in self._arguments else 0,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        headers = {"Content-Type": "application/json"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        self._answers.put((each, answer["choices"][0]["token_ids"]))
+
+
 def recorded(folder: Path, name: str, options: Mapping[str, Any], arguments: argparse.Namespace) -> Path:
     """The journal of one run with these engine arguments, in a process of its own."""
     journal = folder / name
     if journal.exists():
         return journal
     environment = os.environ | {"KVLEDGER_DIR": str(journal), "KVLEDGER_LEVEL": "blocks"}
+    if arguments.http:
+        server = HttpEngine(
+            folder, journal, argparse.Namespace(**vars(arguments) | {"options": json.dumps(options)})
+        )
+        server.start()
+        try:
+            server.serve()
+        finally:
+            server.kill()
+        return journal
     command = [sys.executable, __file__, "--run", "--keep", str(folder), "--options", json.dumps(options)]
     command += ["--requests", str(arguments.requests), "--rate", str(arguments.rate)]
     command += ["--seed", str(arguments.seed), *["--closed-loop"] * arguments.closed_loop]
@@ -243,14 +333,14 @@ def measured(
     with Reader(folder) as reader:
         events = (event for batch in reader.poll() for event in batch.events)
         with Study(
-            events,
+            recording(events),
             commands=lambda _: (sys.executable,),
             workers=arguments.jobs,
             closed=arguments.closed_loop,
         ) as study:
-            recording = study.outcome("real", study.traffic.version, study.recorded)
+            real = study.outcome("real", study.traffic.version, study.recorded)
             if not variants:
-                return recording, []
+                return real, []
             calibration, same = study.calibrate()
             assert same is not None
             found = {one.name: one for one in study.variants([each for each in variants if each.settings])}
@@ -259,7 +349,7 @@ def measured(
                 f"by time hits {calibration.by_time_points:+.2f} points; "
                 f"{study.model.refused or 'model accepted'}"
             )
-            return recording, [found[each.name] if each.settings else same for each in variants]
+            return real, [found[each.name] if each.settings else same for each in variants]
 
 
 def compare(folder: Path, arguments: argparse.Namespace) -> bool:
@@ -328,6 +418,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=12.0)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--closed-loop", action="store_true", help="a conversation waits for its answers")
+    parser.add_argument("--http", action="store_true", help="a server, in real time")
     parser.add_argument("--options", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

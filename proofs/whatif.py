@@ -25,7 +25,7 @@ from typing import Any
 from kvledger.audit.analysis.whatif import TRUSTED_POINTS, Options, WhatIf
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
 from kvledger.audit.demo.process import output_to, settle_environment
-from kvledger.audit.replay.block_traces import BLOCK_TOKENS as BLOCK_TOKENS_OF_TRACES
+from kvledger.audit.replay.request_traces import BLOCK_TOKENS as BLOCK_TOKENS_OF_TRACES
 from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.reports.whatif import study
 

@@ -12,6 +12,7 @@ Triton. So these are set afterwards, and the scheduler takes them from the confi
 import functools
 import inspect
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -89,6 +90,8 @@ class EngineSetup:
     groups: tuple[Literal["full", "sliding", "chunked", "cross", "replay", "mamba"], ...] = ("full",)
     """The kinds of KV cache groups. Chunked: local attention in chunks. Replay: the last window of every hit
     is computed again. Mamba: states."""
+    group_tokens: tuple[int, ...] = ()
+    """Tokens of a block of each group, if they differ; ``block_size`` is the smallest, and divides each."""
     sliding_window: int = 64
     """Also the length of a chunk and of a replayed window."""
     encoder_tokens: int = 0
@@ -113,7 +116,7 @@ def build_scheduler(setup: EngineSetup) -> Any:
         vllm_config=config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=setup.block_size,
+        block_size=math.lcm(*setup.group_tokens) if setup.group_tokens else setup.block_size,
         hash_block_size=setup.block_size,
         include_finished_set=False,
         log_stats=setup.log_stats,
@@ -338,38 +341,41 @@ def _kv_transfer_config(setup: EngineSetup) -> Any:
     )
 
 
+_ATTENTION = {
+    "full": ("FullAttentionSpec", ""),
+    "sliding": ("SlidingWindowSpec", "sliding_window"),
+    "chunked": ("ChunkedLocalAttentionSpec", "attention_chunk_size"),
+    "cross": ("CrossAttentionSpec", ""),
+    "replay": ("SlidingWindowMLASpec", "sliding_window"),
+}
+"""vLLM's class of each kind of group, and what it calls the length of a window."""
+
+
 def _kv_cache_config(setup: EngineSetup) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface as of
 
-    shape = {
-        "block_size": setup.block_size,
-        "num_kv_heads": 1,
-        "head_size": 1,
-        "dtype": torch.float32,
-        "use_mla": False,
-    }
-    specs = {
-        "full": lambda: _call(of.FullAttentionSpec, **shape),
-        "sliding": lambda: _call(of.SlidingWindowSpec, **shape, sliding_window=setup.sliding_window),
-        "chunked": lambda: _call(
-            of.ChunkedLocalAttentionSpec, **shape, attention_chunk_size=setup.sliding_window
-        ),
-        "cross": lambda: _call(of.CrossAttentionSpec, **shape),
-        "replay": lambda: _call(
-            of.SlidingWindowMLASpec, **shape, sliding_window=setup.sliding_window, bounded_replay=True
-        ),
-        "mamba": lambda: _call(
-            of.MambaSpec,
-            block_size=setup.block_size if setup.prefix_caching else setup.max_model_len,
-            shapes=((1,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode=_state_mode(setup),
-            num_speculative_blocks=setup.drafts,
-        ),
-    }
+    shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32, "use_mla": False}
+
+    def spec(kind: str, tokens: int) -> Any:
+        if kind == "mamba":
+            return _call(
+                of.MambaSpec,
+                block_size=tokens if setup.prefix_caching else setup.max_model_len,
+                shapes=((1,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode=_state_mode(setup),
+                num_speculative_blocks=setup.drafts,
+            )
+        name, window = _ATTENTION[kind]
+        more = {window: setup.sliding_window} if window else {}
+        more |= {"bounded_replay": True} if kind == "replay" else {}
+        return _call(getattr(of, name), block_size=tokens, **shape, **more)
+
+    sizes = setup.group_tokens or (setup.block_size,) * len(setup.groups)
     groups = [
-        of.KVCacheGroupSpec([f"layer.{number}"], specs[kind]()) for number, kind in enumerate(setup.groups)
+        of.KVCacheGroupSpec([f"layer.{number}"], spec(kind, tokens))
+        for number, (kind, tokens) in enumerate(zip(setup.groups, sizes, strict=True))
     ]
     return _call(
         of.KVCacheConfig,

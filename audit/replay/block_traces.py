@@ -1,19 +1,15 @@
-"""Block traces of files: of journals of level ``blocks``, and of request traces in the Mooncake format.
+"""Block traces of files: of journals of level ``blocks``, and of request traces (:mod:`.request_traces`).
 
-The Mooncake format is one JSON object a line, one line a request, with ``hash_ids`` (one id for each block of
-the prompt, the last of which may be partly filled), ``input_length`` in tokens, and optionally
-``block_size``. A line says nothing of the time that a request runs, so each request is released before the
-next one is admitted.
+A request trace says nothing of the time that a request runs, so each request is released before the next one
+is admitted.
 """
 
 from __future__ import annotations
 
-import gzip
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
@@ -34,35 +30,12 @@ from ..analysis.step_times import STEP_HANDLERS, StepTimes
 from ..analysis.trace_reader import TraceReader
 from ..analysis.trace_sample import TraceSample, take_sample
 from ..analysis.turns import Turn, TurnReader
-from ..errors import LedgerError
 from ..events import Event
 from ..journal.host_folders import engine_name
 from ..journal.reader import Position, Reader
 from ..text import printable
+from .request_traces import traced_requests
 from .windows import EVERYTHING, Window, last_start
-
-SUFFIXES = (".jsonl", ".jsonl.gz")
-"""How the name of a request trace ends."""
-
-BLOCK_TOKENS = 512
-"""Tokens of a block in the published traces, whose lines do not say it."""
-
-Positive = Annotated[int, msgspec.Meta(gt=0, le=1 << 40)]
-
-
-class _Line(msgspec.Struct):
-    """One request."""
-
-    hash_ids: list[int | str]
-    input_length: Positive
-    block_size: Positive | None = None
-    timestamp: float | None = None
-    """When the request came, in milliseconds; None: the lines do not say it."""
-
-
-def is_request_trace(path: Path) -> bool:
-    """Whether a file is a request trace, by its name."""
-    return path.name.endswith(SUFFIXES)
 
 
 class RecordedBlocks:
@@ -214,39 +187,17 @@ def priced(turns: Iterable[Turn], prefill_seconds: float | None) -> list[Turn]:
 
 def request_trace(path: Path, block_tokens: int = 0) -> RecordedBlocks:
     """What the requests of a request trace do. ``block_tokens``: if its lines do not say it; 0: 512."""
-    try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
-            return _requests(path, lines, block_tokens or BLOCK_TOKENS)
-    except (OSError, EOFError) as error:
-        raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
-
-
-def _requests(path: Path, lines: Iterable[bytes], block_tokens: int) -> RecordedBlocks:
-    decode = msgspec.json.Decoder(_Line).decode
-    recorded, ids = RecordedBlocks(path), dict[int | str, int]()
+    recorded = RecordedBlocks(path)
     reader = recorded.reader
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LedgerError(f"{path} line {number} is no request of a trace: {error}.") from None
-        size = line.block_size or block_tokens
-        if reader.block_tokens not in (0, size):
-            raise LedgerError(f"{path} line {number} has blocks of another size than the lines before.")
-        reader.block_tokens = size
-        hashes = [ids.setdefault(hash_id, len(ids) + 1) for hash_id in line.hash_ids]
-        life, blocks = len(recorded.requests), len(hashes)
+    for life, line in enumerate(traced_requests(path, block_tokens)):
+        reader.block_tokens = size = line.block_tokens
+        blocks = len(line.hashes)
         # The format counts a hit on the last block, too.
-        lives = {life: TraceLife(sequence_tokens=blocks * size + 1, computed_tokens=line.input_length)}
-        at = round(1000 * (line.timestamp or 0))
-        request = RecordedRequest(life, life, str(number), line.input_length, lives=lives)
-        request.added_at = request.closed_at = at
+        lives = {life: TraceLife(sequence_tokens=blocks * size + 1, computed_tokens=line.prompt)}
+        request = RecordedRequest(life, life, str(life + 1), line.prompt, lives=lives)
+        request.added_at = request.closed_at = line.at or 0
         recorded.requests.append(request)
         reader.changes += [(ADMIT, life, 0, (), 0), (GROW, life, blocks, (), 0)]
-        reader.changes += [(CACHED, life, 0, hashes, 0), (RELEASE, life, 0, (), 0)]
-    if not recorded.requests:
-        raise LedgerError(f"{path} holds no request.")
+        reader.changes += [(CACHED, life, 0, line.hashes, 0), (RELEASE, life, 0, (), 0)]
     recorded.feed(())
     return recorded

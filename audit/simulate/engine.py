@@ -201,8 +201,8 @@ class Engine(Driver):
             several = len(settings.get("groups", ("full",))) > 1
             settings["connector"] = "RecordedHybridConnector" if several else "RecordedConnector"
             settings["connector_module"] = _MODULE
-        if "groups" in settings:
-            settings["groups"] = tuple(settings["groups"])
+        for name in ("groups", "group_tokens"):
+            settings[name] = tuple(settings.get(name, getattr(EngineSetup, name)))
         settings["scheduler_options"] = tuple(map(tuple, settings.get("scheduler_options", ())))
         super().__init__(EngineSetup(**settings), record=False)
         self.runner: SimulatedRunner = SimulatedRunner(self.setup, self)

@@ -88,11 +88,15 @@ def not_recorded(configuration: Mapping[str, Setting], given: Sequence[str]) -> 
 def setup(
     configuration: Mapping[str, Setting],
     groups: Sequence[str],
+    group_tokens: Sequence[int],
     changes: Mapping[str, Setting],
     *,
     pooling: bool = False,
 ) -> dict[str, Any]:
-    """The arguments of EngineSetup for a journal's configuration, with what was set instead."""
+    """The arguments of EngineSetup for a journal's configuration, with what was set instead.
+
+    Raises LedgerError.
+    """
     recorded = dict(configuration)
     recorded |= {NAMES[name]: given for name, given in changes.items() if name in NAMES}
     options = {name: recorded[name] for name in SCHEDULER if name in recorded}
@@ -106,6 +110,11 @@ def setup(
         arguments.pop("drafter", None)
     if recorded.get("connector") is not None:
         arguments["connector"] = "recorded"
+    if len(set(group_tokens)) > 1:
+        if "block_size" in changes:
+            sizes = ", ".join(map(str, group_tokens))
+            raise LedgerError(f"block_size can't be set: the KV cache groups have blocks of {sizes} tokens")
+        arguments |= {"group_tokens": list(group_tokens), "block_size": min(group_tokens)}
     if list(groups) != ["full"]:
         arguments["groups"] = list(groups)
         arguments["sliding_window"] = recorded.get("sliding_window") or 64

@@ -12,12 +12,13 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .. import events as ev
 from ..analysis.step_model import NO_STEPS, StepModel, fitted_with
+from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..figures.totals import Totals
 from . import settings as of
@@ -150,26 +151,67 @@ Stage = Callable[[str, float], object]
 """Called with what is going on and how far it is, 0 to 1."""
 
 
+class Source(NamedTuple):
+    """What a study simulates. ``recorded``: what was recorded of it; None: it is no recording.
+
+    ``since``: from when on requests are counted, in microseconds since the engine started. ``steps``: the
+    timed steps to which the model of step time is fitted.
+    """
+
+    traffic: Traffic
+    recorded: Run | None
+    steps: StepSample
+    since: int = 0
+
+
+def recording(
+    events: Iterable[ev.Event], *, since: float | None = None, until: float | None = None
+) -> Source:
+    """The traffic of one engine's events, and what was recorded of it.
+
+    ``since`` and ``until``: Unix seconds; requests that came from then on, or before, are counted, and what
+    came before is simulated too. Raises LedgerError.
+    """
+    reader, counting, batch = TrafficReader(), None, list[ev.Event]()
+    first, last = 0, 1 << 62
+    for event in events:
+        if counting is None and isinstance(event, ev.EngineStarted):
+            began = event.began_seconds
+            first = 0 if since is None else max(0, round((since - began) * 1e6))
+            last = 1 << 62 if until is None else round((until - began) * 1e6)
+            counting = Counting(since=first, until=last)
+        if event.at >= last:
+            break
+        reader.feed(event)
+        batch.append(event)
+        if counting is not None and len(batch) >= TAKEN:
+            counting.feed(batch)
+            batch = []
+    traffic = reader.traffic()
+    assert counting is not None
+    counting.feed(batch)
+    recorded = counting.run()
+    if not recorded.rows:
+        raise LedgerError("no request of the journal is in this window")
+    return Source(traffic, recorded, recorded.sample, first)
+
+
 class Study:
-    """The simulations of one engine's events. Use it as a context manager."""
+    """The simulations of one engine's traffic. Use it as a context manager."""
 
     def __init__(
         self,
-        events: Iterable[ev.Event],
+        source: Source,
         *,
         commands: Callable[[str], Sequence[str]],
         workers: int = 1,
         rate: float = 1.0,
         closed: bool = False,
-        since: float | None = None,
-        until: float | None = None,
         stage: Stage | None = None,
         shared: dict[tuple[str, ...], Simulators] | None = None,
     ) -> None:
-        """``commands``: what stands in front of the options of a release's interpreter ("": the journal's).
-        ``since`` and ``until``: Unix seconds; requests that came from then on, or before, are counted, and
-        what came before is simulated too. ``shared``: processes that several studies use; the caller stops
-        them."""
+        """``commands``: what stands in front of the options of a release's interpreter ("": the traffic's).
+        ``shared``: processes that several studies use; the caller stops them."""
         self._commands, self._workers = commands, workers
         """The interpreter of a release, and how many simulations run at a time."""
         self._rate, self._closed = rate, closed
@@ -184,12 +226,14 @@ class Study:
         """Whether they end with the study."""
         self._jobs = 0
         """How many simulations were begun."""
-        self.since = 0
-        """From when on requests are counted, in microseconds since the engine started."""
         self._traffic_file = Path(self._folder.name, "traffic")
         """The traffic with its script."""
-        self.traffic, self.recorded = self._read(events, since, until)
-        """What is simulated, without its script; and what was recorded, counted."""
+        self._traffic_file.write_bytes(msgspec.msgpack.encode(source.traffic))
+        self.traffic = source.traffic
+        """What is simulated, without its script, which is large."""
+        self.traffic.script = []
+        self.source = source
+        """Where it comes from."""
         self.model, self.betas = self._fit()
         """The model of step time, and the microseconds of each of its features."""
 
@@ -202,40 +246,20 @@ class Study:
                 simulators.stop()
         self._folder.cleanup()
 
-    # --- the recording --------------------------------------------------------------------------------
-
-    def _read(
-        self, events: Iterable[ev.Event], since: float | None, until: float | None
-    ) -> tuple[Traffic, Run]:
-        reader, counting, batch = TrafficReader(), None, list[ev.Event]()
-        last = 1 << 62
-        for event in events:
-            if counting is None and isinstance(event, ev.EngineStarted):
-                began = event.began_seconds
-                self.since = 0 if since is None else max(0, round((since - began) * 1e6))
-                last = 1 << 62 if until is None else round((until - began) * 1e6)
-                counting = Counting(since=self.since, until=last)
-            if event.at >= last:
-                break
-            reader.feed(event)
-            batch.append(event)
-            if counting is not None and len(batch) >= TAKEN:
-                counting.feed(batch)
-                batch = []
-        traffic = reader.traffic()
-        assert counting is not None
-        counting.feed(batch)
-        recorded = counting.run()
-        if not recorded.rows:
-            raise LedgerError("no request of the journal is in this window")
-        self._traffic_file.write_bytes(msgspec.msgpack.encode(traffic))
-        traffic.script = []
-        return traffic, recorded
+    @property
+    def recorded(self) -> Run:
+        """What was recorded. Raises LedgerError if the traffic is no recording."""
+        if self.source.recorded is None:
+            raise LedgerError("a request trace says nothing of what an engine did with it")
+        return self.source.recorded
 
     def _fit(self) -> tuple[StepModel, list[float]]:
-        model, betas = fitted_with(self.recorded.sample, FEATURES)
+        recorded = self.source.recorded
+        if recorded is None and not self.source.steps.rows:
+            return NO_STEPS, [1.0, *[0.0] * (len(FEATURES) - 1)]
+        model, betas = fitted_with(self.source.steps, FEATURES)
         if not betas:
-            mean = self.recorded.busy_us / max(1, self.recorded.steps)
+            mean = recorded.busy_us / max(1, recorded.steps) if recorded is not None else 0.0
             return (model or NO_STEPS), [max(1.0, mean), *[0.0] * (len(FEATURES) - 1)]
         return model, list(betas)
 
@@ -272,7 +296,13 @@ class Study:
         self._jobs += 1
         traffic, folder = self.traffic, Path(self._folder.name)
         pooling = all(request.pooling for request in traffic.requests)
-        setup = of.setup(traffic.configuration, traffic.groups, dict(variant.settings), pooling=pooling)
+        setup = of.setup(
+            traffic.configuration,
+            traffic.groups,
+            traffic.group_tokens,
+            dict(variant.settings),
+            pooling=pooling,
+        )
         return Job(
             traffic=str(self._traffic_file),
             result=str(folder / f"result-{self._jobs}"),
@@ -281,7 +311,7 @@ class Study:
             betas=None if by_step else (betas or self.betas),
             rate=1.0 if by_step else (self._rate if rate is None else rate),
             closed=self._closed,
-            since=self.since,
+            since=self.source.since,
         )
 
     def _runs(
@@ -333,7 +363,7 @@ class Study:
             simulated_steps=steps,
             differences=found[:SHOWN],
             names={each.number: each.request_id for each in self.traffic.requests if each.number in numbers},
-            exact=not found and not error and (steps == self.recorded.steps or bool(self.since)),
+            exact=not found and not error and (steps == self.recorded.steps or bool(self.source.since)),
             by_time_points=points,
             differing_by_time=(
                 len({each.request for each in differences(self.recorded, by_time)})
@@ -367,7 +397,7 @@ class Study:
                 "the recording, the "
                 f"first in {found[0].figure}."
             )
-        elif steps != self.recorded.steps and not self.since:
+        elif steps != self.recorded.steps and not self.source.since:
             yield f"By step there are {steps:,} steps in place of {self.recorded.steps:,}."
         if points is None:
             yield "The recorded configuration can't be simulated by time."
@@ -392,9 +422,7 @@ class Study:
 
     def _outcome_of(self, variant: Variant, release: str, run: Run | LedgerError) -> Outcome:
         if isinstance(run, LedgerError):
-            empty = Run(
-                totals=Totals(), steps=0, busy_us=0, sample=self.recorded.sample, rows=[], error=str(run)
-            )
+            empty = Run(Totals(), 0, 0, self.source.steps, [], error=str(run))
             return self.outcome(variant.name, release, empty)
         return self.outcome(variant.name, release, run)
 
@@ -432,7 +460,7 @@ class Study:
 
     def outcome(self, name: str, release: str, run: Run) -> Outcome:
         """What a run led to."""
-        totals, timed = run.totals, self.timed or run is self.recorded
+        totals, timed = run.totals, self.timed or run is self.source.recorded
         prompt = totals.prompt_tokens
         seconds = (run.idle_at - run.began_at) / 1e6
         first = sorted(row.first_token_us for row in run.rows if row.first_token_us >= 0)

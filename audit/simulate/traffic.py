@@ -134,7 +134,7 @@ class Op(msgspec.Struct, array_like=True):
 
 class Traffic(msgspec.Struct):
     """Everything that is simulated. ``groups``: the kind of each KV cache group, as EngineSetup
-    names it.
+    names it. ``group_tokens``: the tokens of a block of each. Hash ids are those of the first group.
 
     ``doubts``: what the journal does not have, and what a simulation leaves out, one sentence each.
     """
@@ -145,14 +145,15 @@ class Traffic(msgspec.Struct):
     script: list[Op]
     resets: list[tuple[int, bool]]
     groups: list[str]
+    group_tokens: list[int]
     doubts: list[str]
     began_seconds: float = 0.0
     ended_at: int = 0
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return int(self.configuration.get("block_size") or 16)
+        """Tokens of a block of the first group."""
+        return self.group_tokens[0]
 
 
 class _Row:
@@ -191,6 +192,8 @@ class TrafficReader:
         """The kind of each KV cache group."""
         self._sizes: dict[int, int] = {}
         """Tokens of a block, by group."""
+        self._size = 16
+        """Those of the first group."""
         self._blocks: dict[int, tuple[int, int]] = {}
         """Hash id and end of each cached block."""
         self._contents = PoolContents()
@@ -246,9 +249,6 @@ class TrafficReader:
         for row in self._rows.values():
             self._close(row)
         self._find_parents()
-        if len(set(self._sizes.values())) > 1:
-            sizes = ", ".join(str(size) for _, size in sorted(self._sizes.items()))
-            self._doubt(f"KV cache groups have blocks of {sizes} tokens: one length is simulated for all.")
         if self.lost:
             self._doubt(f"Events were lost {self.lost:,} times, so requests are missing.")
         return Traffic(
@@ -258,6 +258,7 @@ class TrafficReader:
             script=self.script,
             resets=self.resets,
             groups=[kind for _, kind in sorted(self._groups.items())] or ["full"],
+            group_tokens=[size for _, size in sorted(self._sizes.items())] or [self._size],
             doubts=list(self._doubts),
             began_seconds=started.began_seconds,
             ended_at=self._at,
@@ -288,6 +289,7 @@ class TrafficReader:
                 "KVLEDGER_LEVEL=blocks records"
             )
         self.started = self.started or event
+        self._size = self._sizes.get(0) or int(self.started.configuration.get("block_size") or 16)
         self._depth = 2 if self.started.configuration.get("asynchronous") else 1
 
     def _snapshot(self, event: ev.Snapshot) -> None:
@@ -313,6 +315,7 @@ class TrafficReader:
             group, size, kind = event.groups[place : place + 3]
             name = KINDS.get(windows.get(group, -1)) or ("full" if kind == FULL else "cross")
             self._groups[group], self._sizes[group] = name, size
+        self._size = self._sizes.get(0, self._size)
 
     def _paused(self, event: ev.LeftWaiting) -> None:
         if "paused" in event.cause:
@@ -381,7 +384,7 @@ class TrafficReader:
 
     def _find_parents(self) -> None:
         """Find the request whose output each prompt repeats, by the last block that the two share."""
-        size = int((self.started.configuration if self.started else {}).get("block_size") or 16)
+        size = self._size
         for request in self.requests:
             ids = request.hash_ids()
             for place in reversed(range(min(len(ids), request.prompt // size))):
@@ -445,7 +448,7 @@ class TrafficReader:
         self._fail(op)
 
     def _fail(self, op: Op) -> None:
-        size = self._sizes.get(0, 16)
+        size = self._size
         for number, first in self._failing:
             if first < 0:
                 op.failed_whole.append(number)
@@ -578,7 +581,7 @@ class TrafficReader:
                     self._in_output.setdefault(hash_id, number)
 
     def _name(self, row: _Row, hash_id: int, end: int) -> None:
-        place = end // self._sizes.get(0, 16) - 1
+        place = end // self._size - 1
         hashes = row.hashes
         if place >= len(hashes):
             hashes.extend([0] * (place + 1 - len(hashes)))

@@ -23,7 +23,7 @@ from ...audit.replay.windows import Window
 from ...audit.simulate.environments import Environments
 from ...audit.simulate.explanation import Explainer, Explanation, Row, change
 from ...audit.simulate.processes import Simulators
-from ...audit.simulate.study import Calibration, Stage, Study
+from ...audit.simulate.study import Calibration, Stage, Study, recording
 from ...audit.text import printable
 from ..csv_cells import csv_of
 from . import diff, terminal
@@ -104,13 +104,12 @@ def _study(
 ) -> Study:
     try:
         with Reader(journal) as reader:
+            events = (event for batch in reader.poll() for event in batch.events)
             return Study(
-                (event for batch in reader.poll() for event in batch.events),
+                recording(events, since=window.since, until=window.until),
                 commands=environments.command,
                 workers=jobs or cores(),
                 closed=closed,
-                since=window.since,
-                until=window.until,
                 stage=stage,
                 shared=shared,
             )

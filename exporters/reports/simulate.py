@@ -21,10 +21,22 @@ from ...audit.figures.declared import BY_NAME, parts_of
 from ...audit.journal.reader import Reader
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import cores
+from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import Window
 from ...audit.simulate import settings as of
 from ...audit.simulate.environments import Environments
-from ...audit.simulate.study import BY_TIME, RECORDED, Calibration, Goal, Outcome, Study, goal
+from ...audit.simulate.request_trace import ASSUMED, traced
+from ...audit.simulate.study import (
+    BY_TIME,
+    RECORDED,
+    Calibration,
+    Goal,
+    Outcome,
+    Source,
+    Study,
+    goal,
+    recording,
+)
 from ...audit.text import printable
 from ..csv_cells import csv_of
 from . import terminal
@@ -40,11 +52,11 @@ NONE = "none"
 class Simulated(msgspec.Struct, kw_only=True):
     """Everything for one engine. ``found``: the smallest value that meets the goal; None: none was found, or
     no goal was given. ``refused``: why no seconds are told. ``interrupted``: by Ctrl-C, so rows are
-    missing."""
+    missing. ``calibration``: None for a request trace, of which nothing was recorded."""
 
     engine: str
     version: str
-    calibration: Calibration
+    calibration: Calibration | None
     refused: str
     outcomes: list[Outcome]
     goal: str = ""
@@ -53,9 +65,14 @@ class Simulated(msgspec.Struct, kw_only=True):
     interrupted: bool = False
 
     @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return self.calibration is None or self.calibration.trusted
+
+    @property
     def code(self) -> int:
         """0; 1: the goal was not met; 3: the simulation does not trust itself, or was interrupted."""
-        if not self.calibration.trusted or self.interrupted or any(each.error for each in self.outcomes):
+        if not self.trusted or self.interrupted or any(each.error for each in self.outcomes):
             return 3
         return 1 if self.goal and self.found is None else 0
 
@@ -72,10 +89,17 @@ def run(
     wanted: str,
     jobs: int = 0,
     window: Window,
+    block_tokens: int = 0,
+    steps_of: Path | None = None,
 ) -> Simulated:
-    """Calibrate, then simulate each release with each setting."""
-    journals = journals_at(paths)
-    if len(journals) != 1:
+    """Calibrate, then simulate each release with each setting.
+
+    Of a request trace: ``block_tokens``, if its lines do not say it; and a journal whose step times are
+    taken.
+    """
+    traces = [path for path in paths if is_request_trace(path)]
+    journals = traces or journals_at(paths)
+    if len(journals) != 1 or (traces and len(paths) != 1):
         raise LedgerError(f"simulate takes one journal, and here are {len(journals)}: name one")
     if bool(find) != bool(wanted):
         raise LedgerError('--find NAME and --for "FIGURE >= VALUE" go together')
@@ -85,19 +109,45 @@ def run(
     changes = [of.parsed(word) for word in settings]
     variants = _variants(releases, changes, rate)
     environments = Environments(pythons)
-    with Reader(journals[0]) as reader, progress() as stage:
-        events = (event for batch in reader.poll() for event in batch.events)
+    with progress() as stage:
+        if traces:
+            timed = bool(steps_of)
+            if window.bounded or ((rate != 1.0 or closed) and not timed):
+                words = (
+                    "--since and --until" if window.bounded else "--rate and --closed-loop without --steps-of"
+                )
+                raise LedgerError(f"a request trace has no times for {words}")
+            steps = None if steps_of is None else _recording(steps_of, window).steps
+            source = traced(
+                traces[0],
+                block_tokens=block_tokens,
+                version=next(iter(releases), "") or environments.here,
+                settings=changes,
+                steps=steps,
+            )
+        else:
+            source = _recording(journals[0], window)
         with Study(
-            events,
+            source,
             commands=environments.command,
             workers=jobs or cores(),
             rate=rate,
             closed=closed,
-            since=window.since,
-            until=window.until,
             stage=stage,
         ) as study:
             return _studied(study, variants, changes, find, target, wanted)
+
+
+def _recording(journal: Path, window: Window) -> Source:
+    with Reader(journal) as reader:
+        events = (event for batch in reader.poll() for event in batch.events)
+        return recording(events, since=window.since, until=window.until)
+
+
+def _single(changes: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The settings that have one value."""
+    names = [name for name, _ in changes]
+    return [each for each in changes if names.count(each[0]) == 1]
 
 
 def _variants(releases: Sequence[str], changes: Sequence[tuple[str, Any]], rate: float) -> list[of.Variant]:
@@ -119,11 +169,11 @@ def _studied(
     target: Goal | None,
     wanted: str,
 ) -> Simulated:
-    recorded = study.outcome(RECORDED, study.traffic.version, study.recorded)
-    outcomes = [recorded]
-    single = [each for each in changes if [name for name, _ in changes].count(each[0]) == 1]
-    calibration, by_time = study.calibrate(single)
-    outcomes += [by_time] if by_time is not None else []
+    calibration, outcomes = None, []
+    if study.source.recorded is not None:
+        outcomes.append(study.outcome(RECORDED, study.traffic.version, study.recorded))
+        calibration, by_time = study.calibrate(_single(changes))
+        outcomes += [by_time] if by_time is not None else []
     result = Simulated(
         engine=f"vLLM {study.traffic.version}",
         version=study.traffic.version,
@@ -167,7 +217,7 @@ def render(one: Simulated) -> Group:
     *figures, differences = tables(one)
     return terminal.blocks(
         Group(*answer(one)),
-        _table(_calibration_cells(one.calibration)),
+        None if one.calibration is None else _table(_calibration_cells(one.calibration)),
         *map(_table, figures),
         terminal.notes(list(remarks(one))),
         _causes(one),
@@ -193,6 +243,15 @@ def tables(one: Simulated) -> list[Cells]:
 def answer(one: Simulated) -> list[Text]:
     """Whether the simulation is calibrated, whether it trusts itself, and what was found."""
     found = one.calibration
+    lines = [] if found is None else _calibrated(found)
+    if one.goal:
+        lines.append(Text(_found(one), style="bold"))
+    if one.interrupted:
+        lines.append(Text("Interrupted: the configurations that had not ended are missing.", style="red"))
+    return lines
+
+
+def _calibrated(found: Calibration) -> list[Text]:
     if found.exact:
         words = (
             f"By step the recording comes out to the token: {found.requests:,} requests, "
@@ -216,10 +275,6 @@ def answer(one: Simulated) -> list[Text]:
     if found.doubts:
         lines.append(Text("The simulation does not trust itself:", style="red"))
         lines += [Text(f"  {printable(doubt)}") for doubt in found.doubts]
-    if one.goal:
-        lines.append(Text(_found(one), style="bold"))
-    if one.interrupted:
-        lines.append(Text("Interrupted: the configurations that had not ended are missing.", style="red"))
     return lines
 
 
@@ -281,7 +336,15 @@ def _time_cells(one: Simulated) -> Cells:
 
 def remarks(one: Simulated) -> Iterator[str]:
     """What is to be known of the tables."""
-    if one.refused:
+    if one.calibration is None:
+        assumed = ", ".join(f"{name}={value}" for name, value in ASSUMED.items())
+        yield f"Of a request trace no settings are known: {assumed}, where --set does not say otherwise."
+    if one.calibration is None and one.refused:
+        yield (
+            f"Seconds are unknown: {one.refused}. Each request ends before the next one comes; --steps-of "
+            "takes the step times of a journal."
+        )
+    elif one.refused:
         yield (
             f"Seconds are unknown: {one.refused}. Steps take what the refused model says, "
             "which only orders the "

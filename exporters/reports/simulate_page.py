@@ -51,7 +51,7 @@ def html(one: Simulated) -> str:
     template = environment(TEMPLATES).get_template("simulate.html.j2")
     return template.render(
         engine=one.engine,
-        trusted=one.calibration.trusted,
+        trusted=one.trusted,
         answer=[line.plain for line in answer(one)],
         drawn=list(drawn(one)),
         tables=tables(one),

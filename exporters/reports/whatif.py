@@ -30,8 +30,9 @@ from ...audit.analysis.whatif import (
 )
 from ...audit.errors import LedgerError
 from ...audit.journal.format import is_live
-from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
+from ...audit.replay.block_traces import block_trace, request_trace
 from ...audit.replay.parallel import WORTH_BYTES, Processes, Run, cores, here, readable
+from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import structs_csv
 from ..facts.kept_blocks import recorded_blocks, traces_at

@@ -18,7 +18,7 @@ OTHERS = {
     "audit/engines/source_files.py": "the source of vLLM",
     "audit/entry/export_checks.py": "a file that the user names",
     "audit/faults/catalogue.py": "data of this package",
-    "audit/replay/block_traces.py": "a request trace that the user names",
+    "audit/replay/request_traces.py": "a request trace that the user names",
     "audit/repro/bisect.py": "the output of its own process",
     "audit/repro/vllm_process.py": "the threads of its own process",
     "audit/simulate/processes.py": "a folder of its own for one command",

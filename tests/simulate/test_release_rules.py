@@ -17,7 +17,7 @@ from kvledger.audit.events import EngineStarted, Event, Setting
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.audit.simulate.environments import Environments
 from kvledger.audit.simulate.settings import Variant
-from kvledger.audit.simulate.study import Outcome, Study
+from kvledger.audit.simulate.study import Outcome, Study, recording
 from kvledger.exporters.reports import diff_explained
 
 pytestmark = pytest.mark.releases
@@ -35,7 +35,7 @@ def simulated(
     """What the requests lead to in each release."""
     for release in releases:
         built(release)
-    with Study(recorded(arrivals, **setup), commands=Environments(()).command) as study:
+    with Study(recording(recorded(arrivals, **setup)), commands=Environments(()).command) as study:
         return [next(study.variants([Variant(release, settings)])) for release in releases]
 
 
@@ -84,6 +84,45 @@ def test_since_0_30_a_prompt_that_leaves_a_cached_one_early_misses_its_windows()
 
     assert 160 == kept.totals.local
     assert 160 > dropped.totals.local
+
+
+SHORT_WINDOW_BLOCKS = {
+    "groups": ("full", "sliding"),
+    "group_tokens": (64, 16),
+    "block_size": 16,
+    "sliding_window": 32,
+    "blocks": 80,
+    "max_batched_tokens": 64,
+    "max_model_len": 4096,
+}
+"""Full attention with blocks of 64 tokens beside a window with blocks of 16, as in DeepSeek-V4's models."""
+
+
+def sent_again(number: int) -> list[Arrival]:
+    """A prompt of four whole blocks, one of twenty, and the first one again."""
+    first = Arrival(20 * number * ONE_BY_ONE, prompt(10_000 * number, 266), 2)
+    between = Arrival(first.at + ONE_BY_ONE, prompt(10_000 * number + 5_000, 1_290), 2)
+    return [first, between, first._replace(at=first.at + 10 * ONE_BY_ONE)]
+
+
+def test_since_0_23_a_long_prompt_whose_window_moves_on_does_not_push_out_cached_prompts() -> None:
+    """vLLM#42948: a prompt that is sent again hits nothing, although the pool has room for both."""
+    old, new = simulated(sent_again(1), ["0.22.1", "0.23.0"], **SHORT_WINDOW_BLOCKS)
+    assert (0, 256) == (old.totals.local, new.totals.local)
+
+
+def test_an_upgrade_that_mends_windows_with_shorter_blocks_names_its_rule(tmp_path: Path) -> None:
+    for release in ("0.22.1", "0.23.0"):
+        built(release)
+    arrivals = [each for number in range(1, 5) for each in sent_again(number)]
+    events = recorded(arrivals, **SHORT_WINDOW_BLOCKS)
+    before = write(tmp_path / "before", renamed(events, "0.22.1"))
+    after = write(tmp_path / "after", renamed(events, "0.23.0"))
+
+    found = diff_explained.explained([before, after], pythons=(), closed=False, window=EVERYTHING)
+
+    rows = [(row.changed, row.rules) for row in found.explanation.rows if row.kind == "release"]
+    assert [("release 0.22.1 -> 0.23.0", ["window-scratch-evicted-first"])] == rows
 
 
 def test_the_release_at_which_figures_change_is_found_with_its_rule(tmp_path: Path) -> None:
