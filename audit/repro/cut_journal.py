@@ -8,7 +8,8 @@ found in ``choose_finding.py``.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from .. import events as ev
 from .. import pool_calls as old
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
-from ..ledger.blocks.pool_contents import PoolContents
+from ..ledger.blocks.pool_contents import RequestContents
 from ..ledger.blocks.split_calls import calls
 from .choose_finding import Seen
 
@@ -157,10 +158,8 @@ class _Reading:
         """The largest number that divides the end of every save."""
         self._begun = False
         """Whether the snapshot at the head of the stretch was read."""
-        self._blocks: dict[tuple[int, int], tuple[int, int]] = {}
-        """By pool and block: the hash id and the end."""
-        self._pools: defaultdict[int, PoolContents] = defaultdict(PoolContents)
-        """The request to which each block was allocated last, by pool."""
+        self._contents = RequestContents()
+        """What the blocks of requests hold."""
         self._handlers: dict[type, Any] = {
             ev.EngineStarted: self._engine_started,
             ev.Snapshot: self._snapshot,
@@ -184,9 +183,9 @@ class _Reading:
             ev.CacheReset: lambda e: self._happened("reset", -1, int(e.running)),
             ev.PoolSeen: self._pool_seen,
             ev.PoolCalls: self._pool_calls,
-            ev.BlocksCached: self._cached,
-            old.BlocksAllocated: self._allocated,
-            old.BlocksTouched: self._touched,
+            ev.BlocksCached: lambda e: self._named(self._contents.cached(e)),
+            old.BlocksAllocated: self._contents.allocated,
+            old.BlocksTouched: lambda e: self._named(self._contents.touched(e)),
         }
         """What is noted of an event, by its type; the others do not matter to a workload."""
         self._order: list[int] = []
@@ -353,22 +352,7 @@ class _Reading:
             if handler is not None:
                 handler(call)
 
-    def _allocated(self, event: old.BlocksAllocated) -> None:
-        for request, _, blocks in event.calls():
-            self._pools[event.pool].allocate(request, blocks)
-
-    def _cached(self, event: ev.BlocksCached) -> None:
-        for request, group, block, hash_id, end in self._pools[event.pool].cached(event):
-            self._blocks[event.pool, block] = (hash_id, end)
-            row = self.rows.get(request)
-            if row is not None and group <= 0:
+    def _named(self, found: Iterable[tuple[int, int, int]]) -> None:
+        for request, hash_id, end in found:
+            if (row := self.rows.get(request)) is not None:
                 row.hashes[end] = hash_id
-
-    def _touched(self, event: old.BlocksTouched) -> None:
-        row = self.rows.get(event.request)
-        if row is None or event.group > 0:
-            return
-        for block in event.blocks:
-            known = self._blocks.get((event.pool, block))
-            if known is not None:
-                row.hashes[known[1]] = known[0]

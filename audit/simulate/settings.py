@@ -10,6 +10,7 @@ import msgspec
 from ..engines.configuration import SCHEDULER
 from ..errors import LedgerError
 from ..events import Setting
+from .traffic import Traffic
 
 NAMES = {
     "num_gpu_blocks": "blocks",
@@ -85,19 +86,13 @@ def not_recorded(configuration: Mapping[str, Setting], given: Sequence[str]) -> 
     return [name for name in SCHEDULER if name not in given and name not in NEUTRAL]
 
 
-def setup(
-    configuration: Mapping[str, Setting],
-    groups: Sequence[str],
-    group_tokens: Sequence[int],
-    changes: Mapping[str, Setting],
-    *,
-    pooling: bool = False,
-) -> dict[str, Any]:
-    """The arguments of EngineSetup for a journal's configuration, with what was set instead.
+def setup(traffic: Traffic, changes: Mapping[str, Setting]) -> dict[str, Any]:
+    """The arguments of EngineSetup for some traffic, with what was set instead of what was recorded.
 
     Raises LedgerError.
     """
-    recorded = dict(configuration)
+    groups, group_tokens = traffic.groups, traffic.group_tokens
+    recorded = dict(traffic.configuration)
     recorded |= {NAMES[name]: given for name, given in changes.items() if name in NAMES}
     options = {name: recorded[name] for name in SCHEDULER if name in recorded}
     options |= {name: given for name, given in changes.items() if name in SCHEDULER}
@@ -115,7 +110,7 @@ def setup(
             sizes = ", ".join(map(str, group_tokens))
             raise LedgerError(f"block_size can't be set: the KV cache groups have blocks of {sizes} tokens")
         arguments |= {"group_tokens": list(group_tokens), "block_size": min(group_tokens)}
-    if list(groups) != ["full"]:
+    if groups != ["full"]:
         arguments["groups"] = list(groups)
         arguments["sliding_window"] = recorded.get("sliding_window") or 64
     reserve = options.pop("scheduler_reserve_full_isl", True)
@@ -125,7 +120,7 @@ def setup(
     return arguments | {
         "reserve_full_isl": bool(reserve),
         "chunked_prefill": bool(chunked),
-        "pooling": pooling,
+        "pooling": all(request.pooling for request in traffic.requests),
         "scheduler_options": tuple(sorted(options.items())),
         "log_stats": bool(recorded.get("log_stats", True)),
     }

@@ -294,20 +294,12 @@ class Study:
         betas: list[float] | None = None,
     ) -> Job:
         self._jobs += 1
-        traffic, folder = self.traffic, Path(self._folder.name)
-        pooling = all(request.pooling for request in traffic.requests)
-        setup = of.setup(
-            traffic.configuration,
-            traffic.groups,
-            traffic.group_tokens,
-            dict(variant.settings),
-            pooling=pooling,
-        )
+        folder = Path(self._folder.name)
         return Job(
             traffic=str(self._traffic_file),
             result=str(folder / f"result-{self._jobs}"),
             progress=str(folder / f"progress-{self._jobs}"),
-            setup=setup,
+            setup=of.setup(self.traffic, dict(variant.settings)),
             betas=None if by_step else (betas or self.betas),
             rate=1.0 if by_step else (self._rate if rate is None else rate),
             closed=self._closed,

@@ -21,7 +21,7 @@ import msgspec
 from .. import events as ev
 from .. import pool_calls
 from ..errors import LedgerError
-from ..ledger.blocks.pool_contents import PoolContents
+from ..ledger.blocks.pool_contents import RequestContents
 from ..ledger.blocks.split_calls import post
 
 FULL = 2
@@ -32,6 +32,9 @@ KINDS = {0: "sliding", 1: "chunked", 2: "mamba"}
 
 HASH = "Q"
 """A hash id has 64 bits."""
+
+_WHOLE = (1 << 64) - 1
+"""Hash ids of events have a sign."""
 
 Answer = tuple[int, bool, int] | None
 """What a connector holds of a request from its first token on, at one lookup (0: nothing beyond the local
@@ -194,10 +197,8 @@ class TrafficReader:
         """Tokens of a block, by group."""
         self._size = 16
         """Those of the first group."""
-        self._blocks: dict[int, tuple[int, int]] = {}
-        """Hash id and end of each cached block."""
-        self._contents = PoolContents()
-        """The request to which each block was allocated last."""
+        self._contents = RequestContents()
+        """What the blocks of requests hold."""
         self._in_output: dict[int, int] = {}
         """The request that first had a block with output tokens, by hash id."""
         self._step = 0
@@ -554,31 +555,19 @@ class TrafficReader:
     # --- contents -------------------------------------------------------------------------------------
 
     def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
-        for number, _, blocks in event.calls():
-            self._contents.allocate(number, blocks)
-            for block in blocks:
-                self._blocks.pop(block, None)
+        self._contents.allocated(event)
 
     def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        row = self._rows.get(event.request)
-        if row is None or event.group > 0:
-            return
-        for block in event.blocks:
-            known = self._blocks.get(block)
-            if known is not None:
-                self._name(row, *known)
+        for number, hash_id, end in self._contents.touched(event):
+            if (row := self._rows.get(number)) is not None:
+                self._name(row, hash_id & _WHOLE, end)
 
     def _cached(self, event: ev.BlocksCached) -> None:
-        for number, group, block, signed, end in self._contents.cached(event):
-            if group > 0:
-                continue
-            hash_id = signed & (1 << 64) - 1
-            self._blocks[block] = (hash_id, end)
-            row = self._rows.get(number)
-            if row is not None:
-                self._name(row, hash_id, end)
+        for number, hash_id, end in self._contents.cached(event):
+            if (row := self._rows.get(number)) is not None:
+                self._name(row, hash_id & _WHOLE, end)
                 if end > row.request.prompt:
-                    self._in_output.setdefault(hash_id, number)
+                    self._in_output.setdefault(hash_id & _WHOLE, number)
 
     def _name(self, row: _Row, hash_id: int, end: int) -> None:
         place = end // self._size - 1

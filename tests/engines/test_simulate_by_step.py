@@ -37,9 +37,7 @@ def test_a_scenario_simulated_by_step_is_the_recording(name: str, recorded: Reco
     counting.feed(events)
     recording = counting.run()
 
-    pooling = all(request.pooling for request in traffic.requests)
-    arguments = setup(traffic.configuration, traffic.groups, {}, pooling=pooling)
-    run = by_step(traffic, arguments, lambda share: None)
+    run = by_step(traffic, setup(traffic, {}), lambda share: None)
 
     assert "" == run.error
     found = differences(recording, run)

@@ -26,4 +26,4 @@ def traffic_of(events: list[ev.Event]) -> Traffic:
 
 def arguments(traffic: Traffic, **changes: ev.Setting) -> dict[str, Any]:
     """The arguments of the recorded engine with other settings."""
-    return setup(traffic.configuration, traffic.groups, changes)
+    return setup(traffic, changes)

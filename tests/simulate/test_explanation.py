@@ -17,7 +17,8 @@ NEW: dict[str, Setting] = OLD | {"scheduler_reserve_full_isl": True, "watermark"
 
 
 def traffic(version: str, configuration: dict[str, Setting], *groups: str) -> Traffic:
-    return Traffic(version, configuration, [], [], [], list(groups or ("full",)), [])
+    kinds = list(groups or ("full",))
+    return Traffic(version, configuration, [], [], [], kinds, [16] * len(kinds), [])
 
 
 def changed(before: Traffic, after: Traffic) -> tuple[list[str], list[str], list[str]]:

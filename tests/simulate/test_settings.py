@@ -10,9 +10,13 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.simulate.settings import Variant, not_recorded, parsed, setup
 from kvledger.audit.simulate.step_changes import STEP_HANDLERS, StepChanges
 from kvledger.audit.simulate.study import Goal, goal
-from kvledger.audit.simulate.traffic import NoTraffic, read_traffic
+from kvledger.audit.simulate.traffic import NoTraffic, Traffic, read_traffic
 
 STARTED = ev.EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "blocks", 1, {"blocks": 64})
+
+
+def traffic(configuration: dict[str, ev.Setting]) -> Traffic:
+    return Traffic("0.32.0", configuration, [], [], [], ["full"], [16], [])
 
 
 @pytest.mark.parametrize(
@@ -39,14 +43,14 @@ def test_what_is_no_setting_is_refused(word: str) -> None:
 def test_a_setting_replaces_the_recorded_one() -> None:
     recorded = {"blocks": 64, "max_running": 8, "watermark": 0.5, "scheduler_reserve_full_isl": False}
 
-    made = setup(recorded, ["full"], {"num_gpu_blocks": 32, "watermark": 0.0})
+    made = setup(traffic(recorded), {"num_gpu_blocks": 32, "watermark": 0.0})
 
     assert (32, 8, False) == (made["blocks"], made["max_running"], made["reserve_full_isl"])
     assert (("watermark", 0.0),) == made["scheduler_options"]
 
 
 def test_a_journal_without_a_setting_gets_the_default_of_vllm_and_is_said_to_lack_it() -> None:
-    assert setup({"blocks": 64}, ["full"], {})["reserve_full_isl"] is True
+    assert setup(traffic({"blocks": 64}), {})["reserve_full_isl"] is True
     assert "scheduler_reserve_full_isl" in not_recorded({"blocks": 64}, ())
     assert [] == not_recorded({"disable_chunked_mm_input": False}, ())
 
@@ -76,12 +80,20 @@ def test_a_journal_without_a_request_has_no_traffic() -> None:
         read_traffic([STARTED])
 
 
-def test_blocks_of_several_lengths_are_a_doubt() -> None:
+def test_groups_keep_the_lengths_of_their_blocks() -> None:
     request = ev.RequestAdded(0, 0, "a", 20, 4)
-    both = [STARTED, request, ev.PoolSeen(0, 1, 0, 64, 0, 63, 0, [0, 16, 2, 1, 64, 1], [1, 64, 0])]
+    pool = ev.PoolSeen(0, 1, 0, 64, 0, 63, 0, [0, 64, 2, 1, 16, 1], [1, 64, 0])
+    both = read_traffic([STARTED, request, pool])
 
-    [doubt] = read_traffic(both).doubts
-    assert doubt.startswith("KV cache groups have blocks of 16, 64 tokens")
+    made = setup(both, {})
+    assert (64, [], 16, [64, 16]) == (
+        both.block_tokens,
+        both.doubts,
+        made["block_size"],
+        made["group_tokens"],
+    )
+    with pytest.raises(LedgerError, match="block_size can't be set: .* blocks of 64, 16 tokens"):
+        setup(both, {"block_size": 32})
 
 
 def test_a_journal_of_the_v0_scheduler_has_no_traffic() -> None:

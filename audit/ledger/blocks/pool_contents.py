@@ -1,4 +1,4 @@
-"""What the blocks of one pool hold: the hash ids of each, and the request to which it was allocated last.
+"""What blocks hold: the hash ids of each, and the request to which it was allocated last.
 
 The ledger of blocks keeps holders, operations and doubts as well, and takes six times as long. Readers that
 judge nothing follow the contents by this class.
@@ -12,6 +12,7 @@ from itertools import repeat
 import msgspec
 
 from ... import events as ev
+from ... import pool_calls
 
 
 class PoolContents(msgspec.Struct):
@@ -45,3 +46,36 @@ class PoolContents(msgspec.Struct):
         """Events were lost."""
         self.hashes.clear()
         self.owner.clear()
+
+
+class RequestContents:
+    """Which contents requests have in the first KV cache group, in any number of pools."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, PoolContents] = {}
+        """Each pool."""
+        self._cached: dict[tuple[int, int], tuple[int, int]] = {}
+        """Hash id and end of each cached block, by pool and block."""
+
+    def allocated(self, event: pool_calls.BlocksAllocated) -> None:
+        """Blocks are allocated."""
+        pool = self._pools.setdefault(event.pool, PoolContents())
+        for request, _, blocks in event.calls():
+            pool.allocate(request, blocks)
+            for block in blocks:
+                self._cached.pop((event.pool, block), None)
+
+    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int]]:
+        """Request, hash id and end of each block that is cached."""
+        pool = self._pools.setdefault(event.pool, PoolContents())
+        for request, group, block, hash_id, end in pool.cached(event):
+            if group <= 0:
+                self._cached[event.pool, block] = hash_id, end
+                yield request, hash_id, end
+
+    def touched(self, event: pool_calls.BlocksTouched) -> Iterator[tuple[int, int, int]]:
+        """The same of each cached block that a request touches."""
+        for block in event.blocks if event.group <= 0 else ():
+            known = self._cached.get((event.pool, block))
+            if known is not None:
+                yield event.request, *known
