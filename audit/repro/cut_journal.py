@@ -18,6 +18,7 @@ from .. import events as ev
 from .. import pool_calls as old
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
+from ..ledger.blocks.engine_reports import content_group
 from ..ledger.blocks.pool_contents import RequestContents
 from ..ledger.blocks.split_calls import calls
 from .choose_finding import Seen
@@ -345,6 +346,7 @@ class _Reading:
     def _pool_seen(self, event: ev.PoolSeen) -> None:
         for place in range(0, len(event.groups), 3):
             self.groups[event.groups[place]] = event.groups[place + 2]
+        self._contents.groups[event.pool], _ = content_group(event)
 
     def _pool_calls(self, event: ev.PoolCalls) -> None:
         for call in calls(event):

@@ -59,6 +59,7 @@ def traced(
         resets=[],
         groups=["full"],
         group_tokens=[lines[0].block_tokens],
+        block_tokens=lines[0].block_tokens,
         doubts=[],
         ended_at=requests[-1].at,
     )

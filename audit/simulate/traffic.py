@@ -21,6 +21,7 @@ import msgspec
 from .. import events as ev
 from .. import pool_calls
 from ..errors import LedgerError
+from ..ledger.blocks.engine_reports import content_group
 from ..ledger.blocks.pool_contents import RequestContents
 from ..ledger.blocks.split_calls import post
 
@@ -137,7 +138,8 @@ class Op(msgspec.Struct, array_like=True):
 
 class Traffic(msgspec.Struct):
     """Everything that is simulated. ``groups``: the kind of each KV cache group, as EngineSetup
-    names it. ``group_tokens``: the tokens of a block of each. Hash ids are those of the first group.
+    names it. ``group_tokens``: the tokens of a block of each. ``block_tokens``: of the group whose hash ids
+    requests have.
 
     ``doubts``: what the journal does not have, and what a simulation leaves out, one sentence each.
     """
@@ -149,14 +151,10 @@ class Traffic(msgspec.Struct):
     resets: list[tuple[int, bool]]
     groups: list[str]
     group_tokens: list[int]
+    block_tokens: int
     doubts: list[str]
     began_seconds: float = 0.0
     ended_at: int = 0
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block of the first group."""
-        return self.group_tokens[0]
 
 
 class _Row:
@@ -196,7 +194,7 @@ class TrafficReader:
         self._sizes: dict[int, int] = {}
         """Tokens of a block, by group."""
         self._size = 16
-        """Those of the first group."""
+        """Those of the group whose blocks tell what requests hold."""
         self._contents = RequestContents()
         """What the blocks of requests hold."""
         self._in_output: dict[int, int] = {}
@@ -260,6 +258,7 @@ class TrafficReader:
             resets=self.resets,
             groups=[kind for _, kind in sorted(self._groups.items())] or ["full"],
             group_tokens=[size for _, size in sorted(self._sizes.items())] or [self._size],
+            block_tokens=self._size,
             doubts=list(self._doubts),
             began_seconds=started.began_seconds,
             ended_at=self._at,
@@ -290,7 +289,8 @@ class TrafficReader:
                 "KVLEDGER_LEVEL=blocks records"
             )
         self.started = self.started or event
-        self._size = self._sizes.get(0) or int(self.started.configuration.get("block_size") or 16)
+        if not self._sizes:
+            self._size = int(self.started.configuration.get("block_size") or 16)
         self._depth = 2 if self.started.configuration.get("asynchronous") else 1
 
     def _snapshot(self, event: ev.Snapshot) -> None:
@@ -316,7 +316,7 @@ class TrafficReader:
             group, size, kind = event.groups[place : place + 3]
             name = KINDS.get(windows.get(group, -1)) or ("full" if kind == FULL else "cross")
             self._groups[group], self._sizes[group] = name, size
-        self._size = self._sizes.get(0, self._size)
+        self._contents.groups[event.pool], self._size = content_group(event)
 
     def _paused(self, event: ev.LeftWaiting) -> None:
         if "paused" in event.cause:
@@ -449,7 +449,7 @@ class TrafficReader:
         self._fail(op)
 
     def _fail(self, op: Op) -> None:
-        size = self._size
+        size = self._sizes.get(0, self._size)
         for number, first in self._failing:
             if first < 0:
                 op.failed_whole.append(number)

@@ -18,7 +18,7 @@ NEW: dict[str, Setting] = OLD | {"scheduler_reserve_full_isl": True, "watermark"
 
 def traffic(version: str, configuration: dict[str, Setting], *groups: str) -> Traffic:
     kinds = list(groups or ("full",))
-    return Traffic(version, configuration, [], [], [], kinds, [16] * len(kinds), [])
+    return Traffic(version, configuration, [], [], [], kinds, [16] * len(kinds), 16, [])
 
 
 def changed(before: Traffic, after: Traffic) -> tuple[list[str], list[str], list[str]]:

@@ -16,7 +16,7 @@ STARTED = ev.EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "blocks", 1, {"bloc
 
 
 def traffic(configuration: dict[str, ev.Setting]) -> Traffic:
-    return Traffic("0.32.0", configuration, [], [], [], ["full"], [16], [])
+    return Traffic("0.32.0", configuration, [], [], [], ["full"], [16], 16, [])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_groups_keep_the_lengths_of_their_blocks() -> None:
         made["block_size"],
         made["group_tokens"],
     )
-    with pytest.raises(LedgerError, match="block_size can't be set: .* blocks of 64, 16 tokens"):
+    with pytest.raises(LedgerError, match=r"block_size can't be set: .* blocks of 64, 16 tokens"):
         setup(both, {"block_size": 32})
 
 

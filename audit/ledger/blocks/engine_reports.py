@@ -47,6 +47,17 @@ def pool_of(event: ev.PoolSeen) -> Pool:
     )
 
 
+def content_group(event: ev.PoolSeen) -> tuple[int, int]:
+    """The group whose blocks tell what requests hold, and the tokens of its blocks.
+
+    It is the first of full attention, which caches every block; a window or state keeps some. In a pool
+    without one it is the first group.
+    """
+    pool = pool_of(event)
+    group = next(iter([*pool.prefix_groups, *pool.groups]), 0)
+    return group, pool.groups.get(group, (0, False))[0]
+
+
 def _seen(holdings: Holdings, event: ev.PoolSeen) -> None:
     seen = pool_of(event)
     pool = holdings.pools.get(event.pool)

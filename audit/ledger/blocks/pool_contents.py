@@ -49,13 +49,15 @@ class PoolContents(msgspec.Struct):
 
 
 class RequestContents:
-    """Which contents requests have in the first KV cache group, in any number of pools."""
+    """Which contents requests have, as one KV cache group of each pool tells."""
 
     def __init__(self) -> None:
         self._pools: dict[int, PoolContents] = {}
         """Each pool."""
         self._cached: dict[tuple[int, int], tuple[int, int]] = {}
         """Hash id and end of each cached block, by pool and block."""
+        self.groups: dict[int, int] = {}
+        """The group that tells, by pool; of a pool that is not here, group 0."""
 
     def allocated(self, event: pool_calls.BlocksAllocated) -> None:
         """Blocks are allocated."""
@@ -69,13 +71,16 @@ class RequestContents:
         """Request, hash id and end of each block that is cached."""
         pool = self._pools.setdefault(event.pool, PoolContents())
         for request, group, block, hash_id, end in pool.cached(event):
-            if group <= 0:
+            if self._tells(event.pool, group):
                 self._cached[event.pool, block] = hash_id, end
                 yield request, hash_id, end
 
     def touched(self, event: pool_calls.BlocksTouched) -> Iterator[tuple[int, int, int]]:
         """The same of each cached block that a request touches."""
-        for block in event.blocks if event.group <= 0 else ():
+        for block in event.blocks if self._tells(event.pool, event.group) else ():
             known = self._cached.get((event.pool, block))
             if known is not None:
                 yield event.request, *known
+
+    def _tells(self, pool: int, group: int) -> bool:
+        return group < 0 or group == self.groups.get(pool, 0)
