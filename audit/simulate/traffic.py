@@ -570,6 +570,8 @@ class TrafficReader:
                     self._in_output.setdefault(hash_id & _WHOLE, number)
 
     def _name(self, row: _Row, hash_id: int, end: int) -> None:
+        if end % self._size:
+            return  # since 0.32 a block may also be cached by the tokens up to a place in it
         place = end // self._size - 1
         hashes = row.hashes
         if place >= len(hashes):

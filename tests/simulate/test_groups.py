@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 
 from tests.engines.own_process import python
 from tests.simulate.recordings import arguments, traffic_of
-from tests.simulate.timed import conversations, recorded
+from tests.simulate.timed import Arrival, conversations, recorded
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.reader import Reader
@@ -23,10 +24,7 @@ from kvledger.audit.simulate.rows import Counting, Difference, differences
 
 GROUPS: dict[str, dict[str, Any]] = {
     "windows first": {"groups": ("sliding", "sliding", "full"), "sliding_window": 64},
-    "states first": {"groups": ("mamba", "full")},
-    "shorter blocks of a window first": {"groups": ("sliding", "full"), "group_tokens": (16, 64)},
-    "shorter blocks of a window last": {"groups": ("full", "sliding"), "group_tokens": (64, 16)},
-    "states alone": {"groups": ("mamba", "mamba")},
+    "states first": {"groups": ("mamba", "full"), "blocks": 110},
 }
 
 
@@ -46,11 +44,35 @@ def test_conversations_come_out_to_the_token(name: str) -> None:
     setup = {"blocks": 150, "block_size": 16, "max_batched_tokens": 128, "max_model_len": 1024}
     for retention in (None, 0):
         events = recorded(
-            conversations(60, 40.0, 3), prefix_cache_retention_interval=retention, **setup, **GROUPS[name]
+            conversations(60, 40.0, 3), prefix_cache_retention_interval=retention, **(setup | GROUPS[name])
         )
         hits, preemptions, found = differing(events)
         assert [] == found
         assert preemptions and hits
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["full attention first", "windows first"])
+def test_prompts_that_part_between_blocks_come_out_with_shorter_blocks_of_a_window(order: int) -> None:
+    dice = random.Random(4)
+    shared = [[dice.randrange(10, 30_000) for _ in range(256)] for _ in range(3)]
+    arrivals = [
+        Arrival(
+            0.2 * place,
+            shared[place % 3][: 64 * dice.randrange(1, 5)] + [dice.randrange(10, 30_000) for _ in range(70)],
+            8,
+        )
+        for place in range(40)
+    ]
+    setup = {"groups": ("full", "sliding")[::order], "group_tokens": (64, 16)[::order], "block_size": 16}
+    hits, _, found = differing(recorded(arrivals, blocks=90, max_batched_tokens=64, **setup))
+    assert [] == found
+    assert hits
+
+
+def test_contents_of_states_alone_are_not_known_and_the_calibration_says_so() -> None:
+    arrivals = conversations(60, 40.0, 3)
+    _, _, found = differing(recorded(arrivals, groups=("mamba", "mamba"), blocks=150, max_batched_tokens=128))
+    assert {"local", "computed"} < {each.figure for each in found}
 
 
 @pytest.mark.whole_engine
