@@ -21,12 +21,14 @@ from typing import Any
 from tests.columns import columns, statement_figures
 from tests.differential.content import Device
 from tests.differential.oracle import Lookups, Oracle, OracleAccount
-from tests.differential.player import play
+from tests.differential.player import play, tiers_of
 from tests.differential.random_histories import History, draw
 from tests.differential.release_rules import follows, has, smallest_block
 from tests.differential.tape import LookupStats, Tape
 from tests.engines.observed import audited, observe
+from tests.scenarios.scripted_connector import TiersCall
 
+from kvledger.audit.causes import TIER_UNKNOWN
 from kvledger.audit.events import LookupsCounted
 from kvledger.audit.faults.catalogue import catalogue
 from kvledger.audit.ledger.statements import AccountStatement
@@ -83,6 +85,8 @@ class Expected:
     oracle: Oracle
     device: Device
     raised: str
+    tiers: Sequence[TiersCall]
+    """When the engine asked for the tiers of external tokens."""
 
     def differences(self, level: str) -> list[Difference]:
         """How the audit of the same history at one level differs."""
@@ -96,6 +100,7 @@ class Expected:
             found.append(("raised", f"{played.raised!r} when observed, {self.raised!r} alone"))
         elif not self.raised:
             found += self._of_lookups(events)
+            found += self._of_tiers(auditor)
         return [Difference(level, kind, text) for kind, text in found]
 
     def _of_findings(self, auditor: Any) -> Iterable[tuple[str, str]]:
@@ -229,6 +234,24 @@ class Expected:
                 if figures[figure] != expected:
                     yield figure, f"{name}: {figures[figure]} in the ledger, {expected} by position"
 
+    def _of_tiers(self, auditor: Any) -> Iterable[tuple[str, str]]:
+        """The tiers that the connector named are those of the account; loads have no other ones."""
+        named: dict[str, Counter[str]] = {}
+        for call in self.tiers:
+            named.setdefault(call.request_id, Counter()).update(
+                tiers_of(call.request_id, call.external_tokens)
+            )
+        for name, account in auditor.ledger.closed.items():
+            if account.unknown or self.oracle.accounts[name].undefined:
+                continue
+            promised, expected = account.promised_by_tier, +named.get(name, Counter())
+            if promised != expected:
+                yield "promised tiers", f"{name}: {promised} in the ledger, {dict(expected)} by the connector"
+            if not {*account.loaded_by_tier} <= {*expected, TIER_UNKNOWN}:
+                yield "loaded tiers", f"{name}: {account.loaded_by_tier}"
+            if sum(account.loaded_by_tier.values()) > account.loaded:
+                yield "loaded tiers", f"{name}: {account.loaded_by_tier} of {account.loaded} tokens"
+
     def _of_lookups(self, events: Sequence[Any]) -> Iterable[tuple[str, str]]:
         counted = [event for event in events if isinstance(event, LookupsCounted)]
         sources: tuple[tuple[str, Lookups, LookupStats], ...] = (
@@ -258,7 +281,9 @@ def expected(history: History) -> Expected:
     recorded.read_rest()
     size = history.setup["block_size"]
     oracle = Oracle(size).read(recorded.facts)
-    return Expected(history, recorded, oracle, Device().read(recorded), played.raised)
+    connector = played.driver.connector
+    tiers = [] if connector is None else connector.calls(TiersCall)
+    return Expected(history, recorded, oracle, Device().read(recorded), played.raised, tiers)
 
 
 def differences(history: History, at: Sequence[str] = ()) -> list[Difference]:

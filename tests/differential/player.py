@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from tests.differential.random_histories import (
     Abort,
@@ -73,6 +74,12 @@ def _setup(history: History) -> dict[str, Any]:
     return setup
 
 
+def tiers_of(name: str, tokens: int) -> dict[str, int]:
+    """The tiers that hold external tokens of a request: one of two, or both."""
+    both = {"host": tokens // 2, "disk": tokens - tokens // 2}
+    return ({"host": tokens}, {"disk": tokens}, both)[crc32(name.encode()) % 3]
+
+
 def play(history: History, attach: Callable[[Any], object] = id) -> Played:
     """Drive a real scheduler, passed to ``attach`` first, through a history and leave it idle."""
     driver = Driver(engine_setup(**_setup(history)), seed=history.seed, record=False)
@@ -80,6 +87,8 @@ def play(history: History, attach: Callable[[Any], object] = id) -> Played:
         # An engine with as many batches in flight defers the freeing of blocks that a load may fill.
         transfers = driver.scheduler.vllm_config.kv_transfer_config
         driver.scheduler.defer_block_free = transfers is not None and transfers.is_kv_consumer
+    if driver.connector is not None:
+        driver.connector.script.sources = tiers_of
     attach(driver.scheduler)
     played = Played(driver)
     player = _Player(driver, history)

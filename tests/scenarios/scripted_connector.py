@@ -16,6 +16,7 @@ A lookup is answered by the first rule that applies:
 
 import inspect
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,13 @@ class FinishedCall:
     delayed: bool
 
 
-Call = LookupCall | AllocatedCall | FinishedCall | ScriptedMetadata
+@dataclass(frozen=True)
+class TiersCall:
+    request_id: str
+    external_tokens: int
+
+
+Call = LookupCall | TiersCall | AllocatedCall | FinishedCall | ScriptedMetadata
 
 
 @dataclass
@@ -85,6 +92,8 @@ class Script:
     """Requests whose prompt loses its last token when the connector is asked, as NIXL does for states."""
     failing: set[str] = field(default_factory=set)
     """Names of methods that raise AssertionError."""
+    sources: Callable[[str, int], dict[str, int]] | None = None
+    """The tiers that hold so many external tokens of a request; vLLM asks since 0.32."""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -149,6 +158,12 @@ class ScriptedConnector(KVConnectorBase_V1):
             block_ids = tuple(map(tuple, blocks.get_block_ids()))
             asynchronous = self._answered[request_id]
             self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, block_ids))
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        if self.script.sources is None:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        self.script.calls.append(TiersCall(request.request_id, num_external_tokens))
+        return self.script.sources(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> ScriptedMetadata:
         self._fail("build_connector_meta")
