@@ -528,7 +528,9 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     no step was timed. ``idle_calls``: calls of ``schedule`` since the last census that scheduled nothing,
     though no step was in flight and the engine was not paused. ``ready_requests``: open requests that wait
     for nothing but a step; -1: not counted. ``misqueued``: by request id, how many places the queues have of
-    an open request that is not in exactly one of them, or of an ended one that is in any.
+    an open request that is not in exactly one of them, or of an ended one that is in any. Where calls were
+    idle: ``first_ready`` is the ready request that came first (-1: none), and ``paused_sessions`` how many
+    sessions wait for their client's next chunk.
     """
 
     step: int
@@ -542,6 +544,8 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     idle_calls: int = 0
     ready_requests: int = -1
     misqueued: dict[str, int] = {}
+    first_ready: int = -1
+    paused_sessions: int = 0
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):

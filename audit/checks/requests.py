@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.entries import Entry, Livelocked, Misqueued, Stalled, StoodStill
-from .registry import VLLM_39734, VLLM_49674, Witness, invariant
+from .registry import VLLM_39734, VLLM_49674, VLLM_53130, Witness, invariant
 
 
 @invariant(
@@ -80,12 +80,13 @@ def queued_once(entry: Entry) -> Iterator[Witness]:
     on=(StoodStill,),
     message="{calls} calls of schedule() in a row scheduled nothing, in {seconds} seconds, though {ready} "
     "requests can run; {request} is the first of them.",
-    references=(VLLM_39734,),
+    references=(VLLM_39734, VLLM_53130),
     near_misses=(
         "an engine that is paused",
         "requests that wait for a load, a grammar or a client's next chunk",
         "a step in flight: the next one waits for its output",
         "a request that waits for a connector that keeps blocks or has no answer yet, for ten minutes",
+        "requests that wait while paused sessions keep all places of running requests, for ten minutes",
     ),
 )
 def standstill(entry: Entry) -> Iterator[Witness]:
@@ -93,12 +94,23 @@ def standstill(entry: Entry) -> Iterator[Witness]:
 
     Violated when 1,024 calls of `schedule()` in a row schedule nothing, though no step is in flight and a
     request could run. Such an engine answers nobody any more, for example because the prompt at the head of
-    its queue is larger than its pool. If there is a connector and no request runs, it is found after ten
-    minutes.
+    its queue is larger than its pool. If no request runs, and there is a connector or a session that waits
+    for its client, it is found after ten minutes.
     """
     subject = entry.subject
     assert isinstance(subject, StoodStill)
-    yield Witness(calls=subject.calls, seconds=subject.seconds, ready=subject.ready)
+    several = (
+        "{calls} calls of schedule() in a row scheduled nothing, in {seconds} seconds, though {ready} "
+        "requests can run; {request} is the first of them. {sessions} sessions wait for their client's next "
+        "chunk and keep the places of running requests."
+    )
+    yield Witness(
+        several if subject.sessions else None,
+        calls=subject.calls,
+        seconds=subject.seconds,
+        ready=subject.ready,
+        sessions=subject.sessions,
+    )
 
 
 @invariant(

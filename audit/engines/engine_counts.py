@@ -40,6 +40,10 @@ class EngineCounts:
         """Whether the request waits for nothing but a step."""
         return request.status.name in READY
 
+    def awaits_chunk(self, request: Any) -> bool:
+        """Whether the request is a session that waits for its client's next chunk (since 0.16)."""
+        return bool(request.status.name == "WAITING_FOR_STREAMING_REQ")
+
     def paused(self, scheduler: Any) -> bool:
         """Whether the engine is paused (since 0.14)."""
         state = getattr(scheduler, "_pause_state", None)

@@ -11,6 +11,8 @@ import contextlib
 from collections import Counter
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
+
 from .. import events as ev
 from ..hooks import EngineMismatch, Hook
 from ..text import cut_id
@@ -180,10 +182,23 @@ class V1Observer(Observer):
         if self.steps.encoder is not None:
             self.steps.encoder.census()
         idle, self.idle_calls = self.idle_calls, 0
-        ready = sum(map(counts.ready, scheduler.requests.values())) if idle else -1
         queued = self._misqueued()
-        self.log.emit(
-            ev.Census(now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, idle, ready, queued)
+        census = ev.Census(
+            now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, misqueued=queued
+        )
+        self.log.emit(self._idle_census(census, idle) if idle else census)
+
+    def _idle_census(self, census: ev.Census, idle: int) -> ev.Census:
+        """The census of an engine whose last calls of ``schedule`` scheduled nothing."""
+        counts, ids = self.counts, self.log.ids
+        requests = self.scheduler.requests.values()
+        ready = [ids.get(request.request_id, -1) for request in requests if counts.ready(request)]
+        return msgspec.structs.replace(
+            census,
+            idle_calls=idle,
+            ready_requests=len(ready),
+            first_ready=min((number for number in ready if number >= 0), default=-1),
+            paused_sessions=sum(map(counts.awaits_chunk, requests)),
         )
 
     def _misqueued(self) -> dict[str, int]:

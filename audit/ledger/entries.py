@@ -179,11 +179,15 @@ class Misqueued(NamedTuple):
 
 
 class StoodStill(NamedTuple):
-    """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests."""
+    """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests.
+
+    ``sessions`` waited for their client's next chunk.
+    """
 
     calls: int
     seconds: int
     ready: int
+    sessions: int
 
 
 class Livelocked(NamedTuple):

@@ -30,8 +30,8 @@ def enter_no_progress(state: LedgerState, event: ev.Census) -> None:
 def _enter_stood_still(state: LedgerState, event: ev.Census) -> None:
     """An engine whose calls of ``schedule`` schedule nothing, though requests wait for nothing else.
 
-    A connector may free blocks at any time, or be asked for a match again, so there it takes ten minutes. A
-    request that runs needs neither.
+    A connector may free blocks at any time, or be asked for a match again, and a client may end a session,
+    which keeps the place of a request; so there it takes ten minutes. A request that runs needs neither.
     """
     steps, since, calls = state.stood_still
     if state.scheduled_steps != steps or event.ready_requests < 1 or not state.living:
@@ -40,12 +40,14 @@ def _enter_stood_still(state: LedgerState, event: ev.Census) -> None:
     calls += event.idle_calls
     state.stood_still = steps, since, calls
     seconds = (event.at - since) // 1_000_000
-    if calls >= IDLE_CALLS and (seconds >= STALLED_SECONDS or event.rows or not _may_be_freed(state)):
-        running = [state.living[row] for row in event.rows[::5] if row in state.living]
-        first = min(
-            running or state.living.values(), key=lambda account: (account.priority, account.added_at)
-        )
-        _enter(state, StoodStill(calls, seconds, event.ready_requests), first)
+    waits = event.paused_sessions or _may_be_freed(state)
+    if calls >= IDLE_CALLS and (seconds >= STALLED_SECONDS or event.rows or not waits):
+        named = [state.living[row] for row in event.rows[::5] if row in state.living]
+        if not named and event.first_ready in state.living:
+            named = [state.living[event.first_ready]]
+        first = min(named or state.living.values(), key=lambda account: (account.priority, account.added_at))
+        subject = StoodStill(calls, seconds, event.ready_requests, event.paused_sessions)
+        _enter(state, subject, first)
 
 
 def _may_be_freed(state: LedgerState) -> bool:

@@ -235,8 +235,8 @@ def test_a_request_that_was_put_into_a_queue_by_hand_has_not_ended():
 # --- requests/standstill -------------------------------------------------------------------------
 
 
-def idle(seconds: float, calls: int, ready: int = 1) -> Census:
-    return Census(int(seconds * SECOND), 9, [], 0, 1, 1, idle_calls=calls, ready_requests=ready)
+def idle(seconds: float, calls: int, ready: int = 1, **more: int) -> Census:
+    return Census(int(seconds * SECOND), 9, [], 0, 1, 1, idle_calls=calls, ready_requests=ready, **more)
 
 
 WAITING = [RequestAdded(10, 0, "first", 500), RequestAdded(20, 1, "behind", 50)]
@@ -291,6 +291,23 @@ def test_a_connector_may_let_a_request_run_for_ten_minutes():
 
     assert [] == audited(stream, connector="any").violations
     assert ["requests/standstill"] == [found.id for found in audited(late, connector="any").violations]
+
+
+@violates("requests/standstill")
+@near_miss("requests/standstill")
+def test_a_client_may_end_a_session_that_keeps_a_place_for_ten_minutes():
+    def held(seconds: float, calls: int) -> Census:
+        return idle(seconds, calls, first_ready=1, paused_sessions=2)
+
+    stream = [*WAITING, held(1, 8), held(2, IDLE_CALLS), held(STALLED_SECONDS, 8)]
+    assert [] == violation_ids(stream)
+
+    (violation,) = audited([*stream, held(STALLED_SECONDS + 1, 8)]).violations
+    assert ("requests/standstill", "behind") == (violation.id, violation.request)
+    assert violation.message.endswith(
+        "though 1 requests can run; behind is the first of them. 2 sessions wait for their client's next "
+        "chunk and keep the places of running requests."
+    )
 
 
 # --- requests/livelock ---------------------------------------------------------------------------
