@@ -97,10 +97,6 @@ def run(
     Of a request trace: ``block_tokens``, if its lines do not say it; and a journal whose step times are
     taken.
     """
-    traces = [path for path in paths if is_request_trace(path)]
-    journals = traces or journals_at(paths)
-    if len(journals) != 1 or (traces and len(paths) != 1):
-        raise LedgerError(f"simulate takes one journal, and here are {len(journals)}: name one")
     if bool(find) != bool(wanted):
         raise LedgerError('--find NAME and --for "FIGURE >= VALUE" go together')
     target = goal(wanted) if wanted else None
@@ -110,23 +106,22 @@ def run(
     variants = _variants(releases, changes, rate)
     environments = Environments(pythons)
     with progress() as stage:
-        if traces:
-            timed = bool(steps_of)
-            if window.bounded or ((rate != 1.0 or closed) and not timed):
-                words = (
-                    "--since and --until" if window.bounded else "--rate and --closed-loop without --steps-of"
+        if len(paths) == 1 and is_request_trace(paths[0]):
+            if window.bounded:
+                raise LedgerError("a request trace has no times for --since and --until")
+            if steps_of is None and (rate != 1.0 or closed):
+                raise LedgerError(
+                    "a request trace has no times for --rate and --closed-loop without --steps-of"
                 )
-                raise LedgerError(f"a request trace has no times for {words}")
-            steps = None if steps_of is None else _recording(steps_of, window).steps
             source = traced(
-                traces[0],
+                paths[0],
                 block_tokens=block_tokens,
-                version=next(iter(releases), "") or environments.here,
+                version=next(iter(releases), "") or _installed(environments),
                 settings=changes,
-                steps=steps,
+                steps=None if steps_of is None else _recording([steps_of], window).steps,
             )
         else:
-            source = _recording(journals[0], window)
+            source = _recording(paths, window)
         with Study(
             source,
             commands=environments.command,
@@ -138,10 +133,21 @@ def run(
             return _studied(study, variants, changes, find, target, wanted)
 
 
-def _recording(journal: Path, window: Window) -> Source:
-    with Reader(journal) as reader:
+def _recording(paths: Sequence[Path], window: Window) -> Source:
+    journals = journals_at(paths)
+    if len(journals) != 1:
+        raise LedgerError(f"simulate takes one journal, and here are {len(journals)}: name one")
+    with Reader(journals[0]) as reader:
         events = (event for batch in reader.poll() for event in batch.events)
         return recording(events, since=window.since, until=window.until)
+
+
+def _installed(environments: Environments) -> str:
+    if environments.here == "none":
+        raise LedgerError(
+            "there is no vLLM here: name a release with --release, and its interpreter with --python"
+        )
+    return environments.here
 
 
 def _single(changes: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
