@@ -395,18 +395,18 @@ def simulate(
     wanted: str = option('--for "FIGURE >= VALUE"', "The goal of --find, such as hit_share >= 0.45."),
     output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
     format: str = opt.TABLE,
-    read: Reading = NOT_DASK,
+    read: Reading = ALL,
 ) -> Report:
     """Run recorded traffic on the scheduler of any vLLM release and configuration.
 
     The requests of a journal of level blocks come at their recorded times to the real scheduler, in simulated
     time. First the recorded configuration must give the recording. No GPU and no model is needed. A request
-    trace in the Mooncake format needs --set num_gpu_blocks=N.
+    trace in the Mooncake format needs --set num_gpu_blocks=N. With --dask, workers simulate configurations.
     """
     from .exporters.reports import simulate as report
     from .exporters.reports import simulate_page
 
-    with read.journals(paths, local=True) as (places, window, _):
+    with read.journals(paths, local=True) as (places, window, run):
         result = report.run(
             places,
             releases=release or [],
@@ -420,6 +420,7 @@ def simulate(
             window=window,
             block_tokens=block_size,
             steps_of=steps_of,
+            away=run if read.dask else None,
         )
     if output is not None and _page(output, simulate_page.html(result)):
         raise typer.Exit(result.code)

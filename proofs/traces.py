@@ -1,11 +1,13 @@
-"""Compares `kvledger simulate` of a request trace on three releases with two simulators of other projects.
+"""Compares `kvledger simulate` of a request trace on three releases with a pool alone and Dynamo's mocker.
 
 Usage: make proof NAME=traces ARGS="FILE [--blocks N ...] [--releases R ...] [--requests N]"
 
 FILE is a trace in the Mooncake format, such as Mooncake's FAST25-release/traces/conversation_trace.jsonl.
-Requests come one after another and have one output token, because kvcache-simulator has neither time nor
-outputs. Dynamo's mocker (`ai-dynamo-runtime`, in the environment of `make proof NAME=routed`) runs so fast
-that requests do not overlap. Prints the local hits of each. Exits with 1 if a release could not be simulated.
+Requests come one after another and have one output token, because a pool alone has neither time nor outputs:
+that is `kvledger whatif`, whose LRU hits are those of kvcache-simulator to the token (`make proof NAME=whatif
+ARGS="--mooncake FILE"`), and which counts hits on partly filled last blocks, too. Dynamo's mocker
+(`ai-dynamo-runtime`, in the environment of `make proof NAME=routed`) runs so fast that requests do not
+overlap. Prints the local hits of each. Exits with 1 if a release could not be simulated.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from pathlib import Path
 
 from proofs.routed import routers
 
+from kvledger.audit.analysis.whatif import Options
 from kvledger.audit.replay.request_traces import BLOCK_TOKENS
 from kvledger.audit.replay.windows import EVERYTHING
+from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.reports import simulate
+from kvledger.exporters.reports.whatif import study
 
 BLOCKS = (5_000, 20_000, 60_000)
 RELEASES = ("0.17.0", "0.24.0", "0.33.0")
@@ -49,16 +54,10 @@ def shortened(trace: Path, folder: Path, requests: int) -> tuple[Path, int]:
     return path, longest
 
 
-def by_kvcache_simulator(path: Path, sizes: Sequence[int]) -> list[float]:
-    """The hits of each pool, as a share of prompt tokens."""
-    from kvcache_sim.plan import build_execution_plan
-    from kvcache_sim.policies import simulate_policy
-    from kvcache_sim.trace import parse_trace_lines
-
-    lines = path.read_text().splitlines()
-    plan = build_execution_plan(parse_trace_lines(lines, block_size=BLOCK_TOKENS), warmup_fraction=0.0)
-    prompt = sum(json.loads(line)["input_length"] for line in lines)
-    return [simulate_policy(plan, "lru", size).hitTokens / prompt for size in sizes]
+def by_pool(path: Path, sizes: Sequence[int]) -> list[float]:
+    """The hits of each pool, as a share of prompt tokens, by `kvledger whatif`."""
+    [one] = study([path], Options(policies=policies("lru"), blocks=list(sizes))).engines
+    return [point.hit_share for point in one.curve if point.blocks in sizes]
 
 
 def by_mocker(path: Path, longest: int, sizes: Sequence[int]) -> list[float]:
@@ -105,7 +104,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path, longest = shortened(asked.trace, Path(folder), asked.requests)
         rows = {
-            "kvcache-simulator": by_kvcache_simulator(path, asked.blocks),
+            "a pool alone": by_pool(path, asked.blocks),
             "Dynamo's mocker": by_mocker(path, longest, asked.blocks),
         }
         for release in asked.releases:

@@ -24,7 +24,14 @@ class Environments:
         """The release that this interpreter has; "" until it was asked."""
 
     def command(self, release: str) -> Sequence[str]:
-        """What stands in front of the options of the interpreter. Raises LedgerError."""
+        """What stands in front of the options of the interpreter. "": the release that runs here.
+
+        Raises LedgerError.
+        """
+        if not release:
+            if self.here == "none":
+                raise LedgerError("there is no vLLM here: name a release, and its interpreter with --python")
+            return (sys.executable,)
         for each in self._given:
             if same_release(each.release.partition(" ")[0], release):
                 return each.command

@@ -8,12 +8,14 @@ led to are files in a folder of the caller, because they are large.
 from __future__ import annotations
 
 import contextlib
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -164,6 +166,36 @@ class Simulators:
         """End all processes."""
         for process in (*self._own, self._parent):
             process.stop()
+
+
+class Away(NamedTuple):
+    """A simulation for another machine. ``command`` stands in front of the interpreter's options; (): that of
+    the other machine's own process."""
+
+    command: tuple[str, ...]
+    job: Job
+
+
+def run_away(order: Away, traffic: bytes) -> tuple[str, bytes | str]:
+    """Simulate in this process's machine: the release's version, and the encoded run or why there is none.
+
+    The traffic is encoded.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvledger-simulate-") as folder:
+        place = Path(folder)
+        (place / "traffic").write_bytes(traffic)
+        job = msgspec.structs.replace(
+            order.job, traffic=str(place / "traffic"), result=str(place / "result"), progress=""
+        )
+        command = order.command or (sys.executable,)
+        simulators = Simulators(command, 1)
+        try:
+            version = simulators.start()
+            return version, msgspec.msgpack.encode(simulators.run(job))
+        except LedgerError as error:
+            return simulators.version, str(error)
+        finally:
+            simulators.stop()
 
 
 def each_done(

@@ -35,8 +35,8 @@ def traced(
 ) -> Source:
     """The traffic of a trace on a release with these settings, by vLLM's names; of several values the first.
 
-    ``block_tokens``: of the trace, if its lines do not say it. ``steps``: of a recorded engine, whose step
-    times are taken. Raises LedgerError.
+    ``version``: "" for the release that runs here. ``block_tokens``: of the trace, if its lines do not say
+    it. ``steps``: of a recorded engine, whose step times are taken. Raises LedgerError.
     """
     lines = traced_requests(path, block_tokens)
     longest = max(line.prompt + max(1, line.outputs or 0) for line in lines)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..figures.totals import Totals
 from . import settings as of
-from .processes import Job, Simulators, each_done, same_release, shares
+from .processes import Away, Job, Simulators, each_done, run_away, same_release, shares
 from .rows import Counting, Difference, Run, differences
 from .settings import Variant
 from .step_changes import FEATURES
@@ -209,13 +211,17 @@ class Study:
         closed: bool = False,
         stage: Stage | None = None,
         shared: dict[tuple[str, ...], Simulators] | None = None,
+        away: Any = None,
     ) -> None:
         """``commands``: what stands in front of the options of a release's interpreter ("": the traffic's).
-        ``shared``: processes that several studies use; the caller stops them."""
+        ``shared``: processes that several studies use; the caller stops them. ``away``: a
+        :class:`~..replay.parallel.Run` that simulates configurations on other machines."""
         self._commands, self._workers = commands, workers
         """The interpreter of a release, and how many simulations run at a time."""
         self._rate, self._closed = rate, closed
         """How much faster requests come, and whether clients wait for answers."""
+        self._away = away
+        """Runs simulations of configurations elsewhere; None: they run here."""
         self._stage: Stage = stage or (lambda words, share: None)
         """Is told how far the study is."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvledger-simulate-")
@@ -406,11 +412,27 @@ class Study:
         self, variants: Sequence[Variant], *, betas: list[float] | None = None
     ) -> Iterator[tuple[Variant, Outcome]]:
         """The same, each with its variant."""
+        if self._away is not None:
+            yield from self._simulated_away(variants, betas)
+            return
         jobs = [(variant, self._on(variant.release), self._job(variant, betas=betas)) for variant in variants]
         on = {variant: simulators.version for variant, simulators, _ in jobs}
         words = "simulating 1 configuration" if len(jobs) == 1 else f"simulating {len(jobs)} configurations"
         for variant, run in self._runs(jobs, words):
             yield variant, self._outcome_of(variant, on[variant], run)
+
+    def _simulated_away(
+        self, variants: Sequence[Variant], betas: list[float] | None
+    ) -> Iterator[tuple[Variant, Outcome]]:
+        orders = []
+        for variant in variants:
+            command = tuple(self._commands(variant.release or self.traffic.version))
+            here = command == (sys.executable,)
+            orders.append(Away(() if here else command, self._job(variant, betas=betas)))
+        work = partial(run_away, traffic=self._traffic_file.read_bytes())
+        for variant, (version, run) in zip(variants, self._away(work, orders), strict=True):
+            found = LedgerError(run) if isinstance(run, str) else msgspec.msgpack.decode(run, type=Run)
+            yield variant, self._outcome_of(variant, version or variant.release, found)
 
     def _outcome_of(self, variant: Variant, release: str, run: Run | LedgerError) -> Outcome:
         if isinstance(run, LedgerError):

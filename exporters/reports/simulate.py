@@ -20,7 +20,7 @@ from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
 from ...audit.journal.reader import Reader
 from ...audit.replay.find import journals_at
-from ...audit.replay.parallel import cores
+from ...audit.replay.parallel import Run, cores
 from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import Window
 from ...audit.simulate import settings as of
@@ -91,11 +91,12 @@ def run(
     window: Window,
     block_tokens: int = 0,
     steps_of: Path | None = None,
+    away: Run | None = None,
 ) -> Simulated:
     """Calibrate, then simulate each release with each setting.
 
     Of a request trace: ``block_tokens``, if its lines do not say it; and a journal whose step times are
-    taken.
+    taken. ``away``: where configurations are simulated, if not here.
     """
     if bool(find) != bool(wanted):
         raise LedgerError('--find NAME and --for "FIGURE >= VALUE" go together')
@@ -116,7 +117,7 @@ def run(
             source = traced(
                 paths[0],
                 block_tokens=block_tokens,
-                version=next(iter(releases), "") or _installed(environments),
+                version=next(iter(releases), ""),
                 settings=changes,
                 steps=None if steps_of is None else _recording([steps_of], window).steps,
             )
@@ -129,6 +130,7 @@ def run(
             rate=rate,
             closed=closed,
             stage=stage,
+            away=away,
         ) as study:
             return _studied(study, variants, changes, find, target, wanted)
 
@@ -140,14 +142,6 @@ def _recording(paths: Sequence[Path], window: Window) -> Source:
     with Reader(journals[0]) as reader:
         events = (event for batch in reader.poll() for event in batch.events)
         return recording(events, since=window.since, until=window.until)
-
-
-def _installed(environments: Environments) -> str:
-    if environments.here == "none":
-        raise LedgerError(
-            "there is no vLLM here: name a release with --release, and its interpreter with --python"
-        )
-    return environments.here
 
 
 def _single(changes: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -181,7 +175,7 @@ def _studied(
         calibration, by_time = study.calibrate(_single(changes))
         outcomes += [by_time] if by_time is not None else []
     result = Simulated(
-        engine=f"vLLM {study.traffic.version}",
+        engine=f"vLLM {study.traffic.version}".strip(),
         version=study.traffic.version,
         calibration=calibration,
         refused=study.model.refused,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ pytest.importorskip("vllm")
 from tests.command_line import runner
 from tests.simulate.timed import Arrival, recorded
 
-from kvledger.audit.simulate.environments import Environments
 from kvledger.audit.simulate.request_trace import traced
 from kvledger.audit.simulate.settings import Variant
 from kvledger.audit.simulate.study import Outcome, Study, recording
@@ -43,7 +43,7 @@ def conversation(*turns: int) -> list[dict[str, Any]]:
 def outcome(path: Path, blocks: int, steps: Any = None, **more: int) -> Outcome:
     settings = (("num_gpu_blocks", blocks), *more.items())
     source = traced(path, block_tokens=0, version="", settings=settings, steps=steps)
-    with Study(source, commands=lambda _: Environments(()).command(Environments(()).here)) as study:
+    with Study(source, commands=lambda _: (sys.executable,)) as study:
         [found] = study.variants([Variant("", settings)])
         return found
 

@@ -225,14 +225,14 @@ def test_the_three_shapes_of_offloading_metadata(plan: Any) -> None:
     assert {4, 5} == OffloadingReader(None).filled(plan, 16)
 
 
-@pytest.mark.parametrize(("blocks", "loads"), [([4, 5], [("r", [4, 5], True)]), ([], [])])
+@pytest.mark.parametrize(("blocks", "loads"), [([4, 5], [("r", [4, 5], True, 0)]), ([], [])])
 def test_the_loads_of_a_step_finish_together_in_simple_offloading(
     blocks: list[int], loads: list[Any]
 ) -> None:
     metadata = SimpleNamespace(
         store_gpu_blocks=[7], load_gpu_blocks=blocks, load_event=2, load_event_to_reqs={2: ["r", "s"]}
     )
-    assert ([7], loads) == SimpleCPUOffloadReader(None).moves(metadata, 16)
+    assert ({0: [7]}, loads) == SimpleCPUOffloadReader(None).moves(metadata, {0: 16})
 
 
 def test_a_prompt_that_the_connector_shortens_during_its_match() -> None:
