@@ -70,9 +70,11 @@ def render(report: StoreReport) -> RenderableType:
     """A sentence for each engine, and two tables."""
     if not report.engines:
         return Text("No engine here has a KV connector.")
-    return blocks(
-        Group(*(Text(sentence(each)) for each in report.engines)), _contents(report), _loads(report)
-    )
+    lines = [Text(sentence(each)) for each in report.engines]
+    if report.without:
+        engines = f"{report.without} engine has" if report.without == 1 else f"{report.without} engines have"
+        lines.append(Text(f"{engines} no KV connector."))
+    return blocks(Group(*lines), _contents(report), _loads(report))
 
 
 def sentence(each: StoreReturn) -> str:

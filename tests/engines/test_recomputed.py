@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from collections.abc import Callable
 from typing import Any
 
-from tests.engines.test_contents import NAMES
+from tests.engines.test_contents import NAMES, NEVER_WRITTEN
 from tests.scenarios import driving
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
@@ -39,8 +39,8 @@ def audited(scenario: Callable[..., Any]) -> tuple[list[Any], Any]:
 UNSEALED = {
     f"load_failure_after_a_preemption_{mode}": [("content/unsealed-hit", "r", 80)]
     for mode in ("sync", "async")
-}
-"""The scheduler ignores a failed load, and the request hits the blocks that nothing has filled."""
+} | {name: [("content/unsealed-hit", victim, 16)] for name, victim in NEVER_WRITTEN.items()}
+"""The scheduler ignores a failed load or withdraws a step, and a request hits blocks that nothing filled."""
 
 
 @pytest.mark.parametrize("name", NAMES)

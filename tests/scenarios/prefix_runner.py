@@ -35,8 +35,9 @@ class PrefixRunner(KVRunner):
         self._slots = {
             number: np.zeros((layers[0].shape[0], layers[0].shape[2]), dtype=np.int64)
             for number, layers in self.caches.items()
+            if not self.has_states(scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec)
         }
-        """By group: the prefix whose KV is in each position of each block."""
+        """By group of attention: the prefix whose KV is in each position of each block."""
 
     def execute_model(self, scheduler_output: Any) -> str:
         """Note the tokens of the step, and write what a real runner would write."""
@@ -60,6 +61,9 @@ class PrefixRunner(KVRunner):
         """Write the positions that a step executes for a request."""
         if group == 0:
             self._note(request_id, self._output)
+        if group not in self._slots:  # of states
+            super().compute(request_id, group, table, start, end)
+            return
         known, slots = self._prefixes.get(request_id, []), self._slots[group]
         size = slots.shape[1]
         last = max(0, start - 1)
@@ -72,6 +76,9 @@ class PrefixRunner(KVRunner):
 
     def load(self, request_id: str, group: int, blocks: Any, tokens: int) -> None:
         """Write the external tokens of a request."""
+        if group not in self._slots:
+            super().load(request_id, group, blocks, tokens)
+            return
         local, size = self._local[request_id], self._slots[group].shape[1]
         request = self._scheduler.requests.get(request_id)
         known = [] if request is None else _prefixes([int(token) for token in request.all_token_ids])
