@@ -11,9 +11,6 @@ JSON: the rows of a card.
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from proofs.routed import Dynamo, write_tokenizer
+from tests.serving.processes import free_port
 
 from kvledger.audit.conformance.key_card import (
     BLOCK,
@@ -33,6 +32,7 @@ from kvledger.audit.conformance.key_card import (
     told,
 )
 from kvledger.audit.conformance.scorecard import quiet
+from kvledger.audit.demo.model import write_model
 
 PLACE = "Dynamo's KvRouter"
 SALT = "dynamo-cache-salt:"
@@ -68,38 +68,16 @@ OWN = (
 
 
 class Router:
-    """Dynamo's router and one worker, whose KV events come from :meth:`publish`."""
+    """Dynamo's router over the KV events of :meth:`publish`."""
 
     def __init__(self, folder: Path, python: str) -> None:
         from vllm.distributed.kv_events import ZmqEventPublisher
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._publisher = ZmqEventPublisher(0, f"tcp://*:{port}")
-        self._program = [python, str(Path(__file__).with_name("dynamo_router.py"))]
-        self._log = (folder / "dynamo.log").open("w")
-        store = str(folder / "discovery")
-        events = f"tcp://127.0.0.1:{port}"
-        self._worker = self._start("worker", store, str(_model(folder)), str(BLOCK), events)
-        self._line(self._worker)
-        self._router = self._start("router", store, str(BLOCK))
-        while self._line(self._router) != "ready":
-            pass
-
-    def _start(self, *words: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [*self._program, *words], stdin=pipe, stdout=pipe, stderr=self._log, text=True
-        )
-
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        """The next line that is no log line."""
-        assert process.stdout is not None
-        while line := process.stdout.readline():
-            if not line.startswith(("\x1b", "2")) or line.strip().isdecimal():
-                return line.strip()
-        raise SystemExit("a process of Dynamo's has ended")
+        self.folder, self.events = folder, free_port()
+        self._publisher = ZmqEventPublisher(0, f"tcp://*:{self.events}")
+        write_tokenizer(Path(write_model(folder / "model", 0)))
+        self._dynamo = Dynamo(folder, Path(python).parents[1], [self], BLOCK)
+        self._dynamo.start()
 
     def publish(self, events: list[Any]) -> None:
         """Publish events as an engine does."""
@@ -109,32 +87,12 @@ class Router:
 
     def held(self, asked: Arguments) -> int:
         """The tokens that the engine holds, in the router's index. Raises RuntimeError if it refuses."""
-        assert self._router.stdin is not None
-        self._router.stdin.write(json.dumps(asked) + "\n")
-        self._router.stdin.flush()
-        answer = json.loads(self._line(self._router))
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return BLOCK * max(answer.values(), default=0)
+        return self._dynamo.held(asked).get(self.events, 0)
 
     def close(self) -> None:
-        """End both processes."""
-        for process in (self._router, self._worker):
-            process.kill()
-            process.wait()
+        """End the processes."""
+        self._dynamo.kill()
         self._publisher.shutdown()
-        self._log.close()
-
-
-def _model(folder: Path) -> Path:
-    """The smallest model folder that Dynamo registers."""
-    from proofs.routed import write_tokenizer
-
-    from kvledger.audit.demo.model import write_model
-
-    model = write_model(folder / "model", 0)
-    write_tokenizer(Path(model))
-    return Path(model)
 
 
 def asked_of(request: Arguments, prompt: list[int]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import processes
@@ -144,28 +145,37 @@ def write_tokenizer(model: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+class Published(Protocol):
+    """An engine that publishes KV events at a port, with its model in a folder of its own."""
+
+    folder: Path
+    events: int
+
+
 class Dynamo:
     """Dynamo's KvRouter over the KV events of the engines, in processes of its environment."""
 
-    def __init__(self, folder: Path, environment: Path, engines: list[RoutedEngine]) -> None:
+    def __init__(
+        self, folder: Path, environment: Path, engines: Sequence[Published], block_tokens: int
+    ) -> None:
         self._program = [
             str(environment / "bin" / "python"),
             str(Path(__file__).with_name("dynamo_router.py")),
         ]
-        self._folder, self._engines = folder, engines
+        self._folder, self._engines, self._block_tokens = folder, engines, block_tokens
         self._workers: list[subprocess.Popen[str]] = []
         self._router: subprocess.Popen[str] | None = None
         self._ports: dict[str, int] = {}
 
     def start(self) -> None:
         """Start a worker for each engine, then the router."""
-        store = str(self._folder / "discovery")
+        store, block_tokens = str(self._folder / "discovery"), str(self._block_tokens)
         for engine in self._engines:
             events = f"tcp://127.0.0.1:{engine.events}"
-            worker = self._run("worker", store, str(engine.folder / "model"), str(BLOCK_TOKENS), events)
+            worker = self._run("worker", store, str(engine.folder / "model"), block_tokens, events)
             self._workers.append(worker)
             self._ports[_last_line(worker)] = engine.events
-        self._router = self._run("router", store, str(BLOCK_TOKENS))
+        self._router = self._run("router", store, block_tokens)
         while _last_line(self._router) != "ready":
             pass
 
@@ -176,12 +186,17 @@ class Dynamo:
 
     def predict(self, prompt: str) -> dict[int, int]:
         """The tokens of a prompt that each engine holds, by the port of its KV events."""
+        return self.held({"token_ids": [int(word[1:]) for word in prompt.split()]})
+
+    def held(self, asked: Mapping[str, Any]) -> dict[int, int]:
+        """The same for the arguments of ``get_overlap_scores``. Raises RuntimeError if the router refuses."""
         assert self._router is not None and self._router.stdin is not None
-        asked = {"token_ids": [int(word[1:]) for word in prompt.split()]}
         self._router.stdin.write(json.dumps(asked) + "\n")
         self._router.stdin.flush()
-        blocks = json.loads(_last_line(self._router))
-        return {self._ports[worker]: BLOCK_TOKENS * count for worker, count in blocks.items()}
+        answer = json.loads(_last_line(self._router))
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return {self._ports[worker]: self._block_tokens * count for worker, count in answer.items()}
 
     def kill(self) -> None:
         """End all processes."""
@@ -297,7 +312,7 @@ def run(folder: Path, environment: Path) -> dict[str, Any]:
     whole = folder / "whole"
     engines = [RoutedEngine(folder / f"engine-{n}", whole, f"engine{n}") for n in (1, 2)]
     router, stop = Router(folder, environment / "bin" / "vllm-router", engines), threading.Event()
-    dynamo, sidecar = Dynamo(folder, environment, engines), Sidecar(folder, whole)
+    dynamo, sidecar = Dynamo(folder, environment, engines, BLOCK_TOKENS), Sidecar(folder, whole)
     client = Client(folder, router, dynamo, engines)
     threads: list[threading.Thread] = []
     found: dict[str, Any] = {}
