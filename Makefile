@@ -10,7 +10,7 @@ SLOW := benchmark or browser or crash or fuzz or packaging or programs or servin
 # Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz crash docs site clean
+.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz crash docs site sizes clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -69,6 +69,9 @@ site: ## build the documentation as a site into build/site
 	@test -x build/docs/bin/mkdocs || $(PYTHON) -m venv build/docs
 	@build/docs/bin/pip install --quiet "mkdocs-material>=9.5"
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+
+sizes: ## print lines of code by folder, beside those of another commit: ARGS=COMMIT
+	@$(PYTHON) scripts/sizes.py $(ARGS)
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv.lock .venv.log .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
