@@ -10,7 +10,7 @@ SLOW := benchmark or browser or crash or fuzz or packaging or programs or servin
 # Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz crash docs site sizes clean
+.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz docs site sizes clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -39,10 +39,6 @@ bench: ## measure what the hooks cost an engine step
 instructions: ## count the instructions of an engine step, bare and observed; needs valgrind
 	$(READY) test
 	$(BIN)/python benchmarks/instructions.py $(ARGS)
-
-crash: ## kill the sidecar 300 times while it is scraped; KILLS=n for another number
-	$(READY) test
-	KVLEDGER_KILLS=$(or $(KILLS),300) $(BIN)/python -m pytest -q tests/exporters/sidecar/test_crash.py $(ARGS)
 
 fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
 	$(READY) test

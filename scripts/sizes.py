@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,14 @@ def by_folder(files: Counter[str]) -> dict[tuple[str, str], tuple[int, int]]:
     return sums
 
 
+def add(sums: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Files and lines in all."""
+    files, total = 0, 0
+    for one, count in sums:
+        files, total = files + one, total + count
+    return files, total
+
+
 def main(commit: str = BEFORE) -> None:
     """Print the table."""
     now, before = by_folder(lines(None)), by_folder(lines(commit))
@@ -66,8 +75,8 @@ def main(commit: str = BEFORE) -> None:
     for kind in ("product", "tests", "rest"):
         keys = sorted(key for key in now.keys() | before.keys() if key[0] == kind)
         rows = [(key[1], now.get(key, (0, 0)), before.get(key, (0, 0))) for key in keys]
-        total = [tuple(map(sum, zip(*(row[place] for row in rows), strict=True))) for place in (1, 2)]
-        for name, one, other in [*rows, ("in all", *total)]:
+        whole = "in all", add(row[1] for row in rows), add(row[2] for row in rows)
+        for name, one, other in [*rows, whole]:
             print(f"{kind:10}{name:24}{one[0]:7}{one[1]:9,}{other[0]:12}{other[1]:9,}{one[1] - other[1]:+9,}")
 
 

@@ -46,7 +46,7 @@ SIDECAR = {
 
 OTHER = {
     "KVLEDGER_DEBUG": "the auditor checks the ledger's own state after every event",
-    "KVLEDGER_KILLS": "how often `make crash` kills the sidecar",
+    "KVLEDGER_KILLS": "how often the crash test kills the sidecar",
 }
 
 VARIABLES = ENGINE | SIDECAR | OTHER

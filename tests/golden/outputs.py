@@ -1,8 +1,8 @@
 """What each command prints about the recorded journals and the golden histories, in JSON and CSV.
 
-``python -m tests.golden.outputs`` writes the files of the folder ``printed``: one for each corpus and command,
-with the exit code in its first line. A change of the product leaves them as they are, unless a figure was
-wrong. The recorded journals are those that older versions of kvledger wrote:
+``python -m tests.golden.outputs`` writes the files of the folder ``printed``, one for each corpus and
+command, with the exit code in its first line. A change of the product leaves them as they are, unless a
+figure was wrong. The recorded journals are those that older versions of kvledger wrote:
 
 - ``demo-*``: the demo on vLLM 0.32.0, without or with a reinstated defect, at level tokens or blocks
 - ``scheduler-RELEASE-LEVEL``: scenarios driven through that release's scheduler, one journal each

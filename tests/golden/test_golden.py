@@ -1,7 +1,7 @@
 """Commands print about recorded journals what they printed before.
 
-A difference is a defect, unless the figure before was wrong. Then ``python -m tests.golden.outputs`` writes the
-files anew, and the commit says why the new figures are right.
+A difference is a defect, unless the figure before was wrong. Then ``python -m tests.golden.outputs`` writes
+the files anew, and the commit says why the new figures are right.
 """
 
 from __future__ import annotations

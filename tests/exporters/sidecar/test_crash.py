@@ -1,6 +1,6 @@
 """kill -9 at any instant, then a restart: no counter falls.
 
-Hundreds of kills: make crash.
+Hundreds of kills: KVLEDGER_KILLS=300.
 """
 
 from __future__ import annotations
