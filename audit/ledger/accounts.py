@@ -13,7 +13,7 @@ from .ledger_state import LedgerState
 from .life import Life
 from .position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from .statements import Line, Settlement
-from .unchanged_steps import activate, open_accounts
+from .unchanged_steps import activate, posted
 from .weights import extend
 from .weights_of_requests import adapter_of, settle_weights
 
@@ -193,7 +193,7 @@ def enter(state: LedgerState, event: ev.Event, account: Account | None = None) -
 def enter_subjects(state: LedgerState, findings: list[BlockFinding], step: int) -> None:
     """Make entries of the subjects that the ledger of blocks reported."""
     for subject, request in findings:
-        state.entries.append(Entry(state.number, step, state.at, subject, open_accounts(state).get(request)))
+        state.entries.append(Entry(state.number, step, state.at, subject, posted(state, request)))
 
 
 def enter_computed(state: LedgerState, account: Account, instant: str, computed: int) -> None:

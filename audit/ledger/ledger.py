@@ -9,6 +9,7 @@ does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from .. import events as ev
@@ -21,21 +22,21 @@ from .content_postings import CONTENTS
 from .encoder_postings import ENCODER
 from .engine_postings import OBSERVATION, forget
 from .entries import Entry
-from .ledger_state import LedgerState
+from .ledger_state import Counted, LedgerState, Watch
 from .life_postings import LIVES, withdraw_hit
 from .load_postings import LOADS
 from .recomputed import RECOMPUTED, compare_hashed
 from .statements import AccountStatement
 from .steps import STEPS
 from .transfer_fingerprints import CUSTODY, follow_waiting
-from .unchanged_steps import activate_all, open_accounts
+from .unchanged_steps import activate_all, open_accounts, posted
 from .weights_of_workers import step_runs
 from .weights_postings import WEIGHTS, admitted, loaded
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:
     """Post an event of blocks, and note which parts of a prompt had been in the cache before."""
-    subjects = state.blocks.apply(event, open_accounts(state))
+    subjects = state.blocks.apply(event)
     if state.blocks.demand.waiting:
         see_demand(state)
     if state.blocks.hash_arrived:
@@ -89,6 +90,12 @@ class Ledger(LedgerState):
     selects the ended requests that are added to ``sums``.
     """
 
+    def __init__(
+        self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
+    ) -> None:
+        super().__init__(keep_closed=keep_closed, watch=watch, counted=counted)
+        self.blocks.account = partial(posted, self)
+
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event and return the entries it made, in order."""
         self.number = self.number + 1 if number is None else number
@@ -107,9 +114,7 @@ class Ledger(LedgerState):
         if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
             self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
         if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            subjects = self.blocks.after(
-                event, open_accounts(self), self.posted_step, self.scheduled, self.is_in_flight
-            )
+            subjects = self.blocks.after(event, self.posted_step, self.scheduled, self.is_in_flight)
             enter_subjects(self, subjects, self.step)
             for request, start, end in self.blocks.invalid_hits:
                 withdraw_hit(self, request, start, end)

@@ -102,7 +102,7 @@ def _table(
     table: list[int],
     places: dict[tuple[int, int, int], int],
 ) -> None:
-    pool, account = holdings.pools[number], holdings.accounts.get(request)
+    pool, account = holdings.pools[number], holdings.account(request)
     size, positional = pool.groups[group]
     holder = holdings.holder(TABLE, request, group)
     for block in table:

@@ -60,7 +60,7 @@ def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> int:
 
 def _sequence_tokens(holdings: Holdings, request: int, unemitted: int) -> int:
     """Length of a request's sequence: the account's, and one token for each output not yet emitted."""
-    account = holdings.accounts.get(request)
+    account = holdings.account(request)
     return UNKNOWN if account is None or account.unknown is not None else account.sequence_tokens + unemitted
 
 
@@ -182,7 +182,7 @@ def check_pending(holdings: Holdings) -> None:
     """Report blocks that were cached before an asynchronous load has filled them."""
     hashed, holdings.newly_cached = holdings.newly_cached, []
     for number, request, blocks, ends in hashed:
-        account, pool = holdings.accounts.get(request), holdings.pools.get(number)
+        account, pool = holdings.account(request), holdings.pools.get(number)
         life = account.life if account is not None else None
         if account is None or life is None or pool is None:
             continue

@@ -6,7 +6,7 @@ change both together. What an event means is in the other files of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ... import events as ev
@@ -35,7 +35,8 @@ from .records import (
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""
 
-Accounts = Mapping[int, Account]
+AccountOf = Callable[[int], Account | None]
+"""Gives the open account of a request, by number; None if there is none."""
 
 Scheduled = Callable[[int], tuple[int, int] | None]
 """Gives tokens and drafts that the last step scheduled of a request; None if it did not schedule it."""
@@ -49,6 +50,11 @@ HitBlock = tuple[int, int, str, int, int, list[Made] | None]
 
 InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
+
+
+def _nobody(request: int) -> Account | None:
+    """No request has an account."""
+    return None
 
 
 class Holdings:
@@ -114,8 +120,8 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
-        self.accounts: Accounts = {}
-        """The open accounts, by request number."""
+        self.account: AccountOf = _nobody
+        """Gives the open account of a request, posted up to now."""
 
     def forget(self) -> None:
         """Drop everything because events were lost; the next PoolSeen begins anew."""
@@ -195,7 +201,7 @@ class Holdings:
 
     def holder(self, kind: str, request: int, group: int) -> Holder:
         """A holder in the present life of a request."""
-        account = self.accounts.get(request)
+        account = self.account(request)
         if account is None:
             return Holder(kind, request, f"#{request}" if request >= 0 else "", 0, group)
         life = account.life.number if account.life is not None else len(account.lives) + 1

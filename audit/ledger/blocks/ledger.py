@@ -19,7 +19,7 @@ from ..life import Life
 from . import hashes, provenance, reads, rewrites, states, store, weights_of_blocks, windows
 from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
-from .holdings import Accounts, Holdings, Scheduled
+from .holdings import Holdings, Scheduled
 from .operations import OPERATIONS
 from .split_calls import calls
 
@@ -54,25 +54,21 @@ class BlockLedger(Holdings):
         else:
             self.isolation[request] = isolation
 
-    def apply(self, event: ev.Event, accounts: Accounts) -> list[BlockFinding]:
+    def apply(self, event: ev.Event) -> list[BlockFinding]:
         """Post one event of blocks; return its subjects for the checks."""
         self.findings = []
         self.cached_before, self.cached_in_group = [], []
-        self.accounts = accounts
         for call in calls(event) if type(event) is ev.PoolCalls else (event,):
             _APPLYING[type(call)](self, call)
         return self.findings
 
-    def after(
-        self, event: ev.Event, accounts: Accounts, step: int, scheduled: Scheduled, in_flight: bool
-    ) -> list[BlockFinding]:
+    def after(self, event: ev.Event, step: int, scheduled: Scheduled, in_flight: bool) -> list[BlockFinding]:
         """Called after any other event is posted; return the subjects about blocks that follow from it.
 
         ``step``: the last step that was posted. ``scheduled``: what it scheduled of a request. ``in_flight``:
         whether a step may be in flight.
         """
         self.findings = []
-        self.accounts = accounts
         if self.newly_cached and type(event) not in _SCHEDULING:
             hashes.check_pending(self)
         if self.preempted_cached:

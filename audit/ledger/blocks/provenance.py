@@ -63,7 +63,7 @@ def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:
 
 def life_of(holdings: Holdings, request: int) -> Life | None:
     """The present life of a request; None if it has none."""
-    account = holdings.accounts.get(request)
+    account = holdings.account(request)
     return account.life if account is not None else None
 
 
@@ -105,7 +105,7 @@ def _clipped(lacks: Iterable[Lack], start: int, end: int) -> list[Lack]:
 
 def _of_life(holdings: Holdings, number: int, block: int, record: Block, filled: Filled) -> Iterator[Lack]:
     """What a life that lasts has not filled."""
-    account = holdings.accounts.get(filled.request)
+    account = holdings.account(filled.request)
     life = account.life if account is not None else None
     if account is not None and account.unknown is None and life is not None and life.number == filled.life:
         yield from _life_lacks(holdings, account, life, (number, block), record.room_end)

@@ -56,7 +56,7 @@ def admitted(holdings: Holdings, event: ev.Admitted) -> None:
     """
     request = event.request
     hits, lacks = holdings.hits.pop(request, {}), holdings.lives.get(request)
-    account = holdings.accounts.get(request)
+    account = holdings.account(request)
     if lacks is None or account is None or account.unknown is not None or event.local_tokens <= 0:
         return
     if len(holdings.held.get(request, ())) != sum(hits.values()) + len(set(lacks.blocks)):
@@ -264,8 +264,8 @@ def _read(
 
 
 def _report(holdings: Holdings, request: int, reads: Reads, kind: type[ReadInvalid]) -> None:
-    account = holdings.accounts[request]
-    assert account.life is not None
+    account = holdings.account(request)
+    assert account is not None and account.life is not None
     rows = sorted(row for lacks in reads.values() for row in lacks)
     tokens = counted = 0
     for start, end, _ in rows:  # the groups of a hybrid model have the same positions

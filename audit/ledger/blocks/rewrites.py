@@ -26,7 +26,7 @@ def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
 
 def _extended(holdings: Holdings, event: ev.Extended) -> None:
     """The next chunk of a session begins: note the cached blocks that stand for tokens which it replaces."""
-    lacks, account = holdings.lives.get(event.request), holdings.accounts.get(event.request)
+    lacks, account = holdings.lives.get(event.request), holdings.account(event.request)
     if lacks is None or account is None or account.unknown is not None or event.computed_tokens < 0:
         return
     blocks = []
@@ -41,7 +41,7 @@ def _extended(holdings: Holdings, event: ev.Extended) -> None:
 
 def _written(holdings: Holdings, request: int, rewrite: Rewrite, repeated: bool) -> None:
     """A step of the session was scheduled: note into which of the blocks it writes."""
-    account, left = holdings.accounts.get(request), []
+    account, left = holdings.account(request), []
     if account is None or account.unknown is not None:
         return
     for number, block, hash_id in rewrite.blocks:

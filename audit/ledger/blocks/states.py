@@ -28,7 +28,7 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
     """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
     if isinstance(event, ev.RolledBack) and event.cause != REPLAY:
         if any(pool.states for pool in holdings.pools.values()):
-            account = holdings.accounts.get(event.request)
+            account = holdings.account(event.request)
             end = max(_state_end(event, account), holdings.state_ends.get(event.request, 0))
             holdings.state_ends[event.request] = end
     elif isinstance(event, ev.Stepped) and holdings.state_ends:
@@ -51,7 +51,7 @@ def _state_end(event: ev.RolledBack, account: Account | None) -> int:
 
 def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
     """A request whose last state ends at position ``end`` has been scheduled again."""
-    account = holdings.accounts.get(request)
+    account = holdings.account(request)
     if account is None or account.unknown is not None or not account.in_flight:
         return
     flight = account.in_flight[-1]
@@ -85,7 +85,7 @@ def written_in_step(
     filled = record.filled
     if not any(group in pool.states for group in groups) or filled is None or filled.request == reader:
         return []
-    writer, life = holdings.accounts.get(filled.request), life_of(holdings, filled.request)
+    writer, life = holdings.account(filled.request), life_of(holdings, filled.request)
     if writer is None or writer.unknown is not None or life is None or life.number != filled.life:
         return []
     if not scheduled(filled.request) or not writer.in_flight:

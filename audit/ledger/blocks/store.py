@@ -30,7 +30,7 @@ def after(holdings: Holdings, event: ev.Event) -> None:
 def _saved(holdings: Holdings, event: ev.SavePlanned) -> None:
     """Note under which classes the chunks of a request were saved."""
     request = event.request
-    own, account = holdings.isolation.get(request), holdings.accounts.get(request)
+    own, account = holdings.isolation.get(request), holdings.account(request)
     if own is None or account is None or request not in holdings.store_keys:
         return
     size, keys = holdings.store_keys[request]

@@ -44,7 +44,7 @@ def _filled(holdings: Holdings, row: HitBlock) -> Iterator[tuple[int, int, int, 
     """Start, end, version and oldest version of the positions of a block."""
     begin, end, _, request, number, made = row
     if made is None:
-        account = holdings.accounts.get(request)
+        account = holdings.account(request)
         known = account is not None and account.unknown is None and 0 < number <= len(account.lives)
         made = (account.lives[number - 1].made or [BEFORE]) if account and known else [(0, *NOT_KNOWN)]
     yield from spans(made, begin, end)

@@ -50,11 +50,11 @@ def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) 
         _admitted(holdings, event)
     elif isinstance(event, ev.Delivered | ev.DeliveredWhole):
         for request in holdings.left:
-            account = holdings.accounts.get(request)
+            account = holdings.account(request)
             if account is not None and account.drafted and account.in_flight:
                 _begins(holdings, request, account.in_flight[-1].start, step)
     elif isinstance(event, ev.LoadFailed):
-        account = holdings.accounts.get(event.request)
+        account = holdings.account(event.request)
         if account is not None:
             _begins(holdings, event.request, account.computed, step + 1)
 
@@ -64,7 +64,7 @@ def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
 
     Its hits end with the local tokens. Its own blocks end with the load, or with the slots of its first step.
     """
-    account = holdings.accounts.get(event.request)
+    account = holdings.account(event.request)
     if account is None or account.life is None:
         return
     if any(times > 1 for times in holdings.held.get(event.request, {}).values()):
@@ -101,12 +101,12 @@ def _steps_posted(holdings: Holdings, step: int, repeated: bool, scheduled: Sche
         if scheduled(request):
             for place in list(holdings.left.get(request, ())):
                 _judge(holdings, request, place, start, of_step)
-        elif request in holdings.accounts:
+        elif holdings.account(request) is not None:
             holdings.begun[request] = start, of_step
     leaving, holdings.leaving = holdings.leaving, []
     for row in leaving:
         of_step, request, pool, group, left = row
-        account = holdings.accounts.get(request)
+        account = holdings.account(request)
         if of_step > step or (account is not None and scheduled(request) is None):
             holdings.leaving.append(row)
         elif account is not None and account.life is not None and account.life.number == left.life:
@@ -133,8 +133,8 @@ def _steps_posted(holdings: Holdings, step: int, repeated: bool, scheduled: Sche
 
 def _judge(holdings: Holdings, request: int, place: tuple[int, int], start: int, step: int) -> None:
     """A step of the request begins at position ``start``: its window must be in the table."""
-    left, account, pool = holdings.left[request][place], holdings.accounts[request], holdings.pools[place[0]]
-    if account.unknown is not None or place[1] not in pool.windows:
+    left, account, pool = holdings.left[request][place], holdings.account(request), holdings.pools[place[0]]
+    if account is None or account.unknown is not None or place[1] not in pool.windows:
         return
     low = pool.windows[place[1]].first_read(start)
     if low < left.end:
