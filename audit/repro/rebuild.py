@@ -137,8 +137,7 @@ def engine_of(cut: Cut) -> dict[str, Any]:
     """The engine's recorded settings, as far as they differ from the driver's defaults."""
     recorded = cut.configuration
     settings: dict[str, Any] = {name: recorded[name] for name in SETTINGS if recorded.get(name) is not None}
-    v0 = "figures" in recorded and "preemption_mode" in recorded
-    if v0:
+    if _is_v0(recorded):
         plain = {field.name: field.default for field in dataclasses.fields(V0Setup)}
         return {"scheduler": "v0"} | {n: v for n, v in settings.items() if plain.get(n, v) != v}
     connector = recorded.get("connector")
@@ -158,6 +157,20 @@ def engine_of(cut: Cut) -> dict[str, Any]:
         for name, value in settings.items()
         if name == "connector" or getattr(_DEFAULTS, name, None) != value
     }
+
+
+def _is_v0(recorded: dict[str, Any]) -> bool:
+    return "figures" in recorded and "preemption_mode" in recorded
+
+
+def require_types(settings: dict[str, Any], *, v0: bool) -> None:
+    """Raise :class:`NotRebuilt` if a setting has another type than the driver's has."""
+    kind: type[EngineSetup] | type[V0Setup] = V0Setup if v0 else EngineSetup
+    known = {field.name for field in dataclasses.fields(kind)}
+    try:
+        msgspec.convert({name: value for name, value in settings.items() if name in known}, kind)
+    except msgspec.ValidationError as error:
+        raise NotRebuilt(f"A setting of the engine is of the wrong type: {error}.") from None
 
 
 def _connector(name: str, finding: str) -> str:
@@ -610,6 +623,13 @@ def _common(one: tuple[Segment, ...], other: tuple[Segment, ...]) -> int:
 
 
 def require_rebuildable(cut: Cut) -> None:
-    """Raise :class:`NotRebuilt` for a journal that has no steps before its finding."""
+    """Raise :class:`NotRebuilt` for a journal without steps before its finding, or with wrong settings."""
+    recorded = cut.configuration
+    if not isinstance(recorded.get("groups") or 1, int):
+        raise NotRebuilt("The journal's number of KV cache groups is no number.")
+    settings = {
+        name: recorded[name] for name in (*SETTINGS, "sliding_window") if recorded.get(name) is not None
+    }
+    require_types(settings, v0=_is_v0(recorded))
     if not any(type(item) in (Step, Repeat) for item in cut.items):
         raise NotRebuilt("The journal has no step before the finding: its earlier segments are gone.")

@@ -4,13 +4,20 @@ The file drives vLLM's scheduler through the workload and compares one figure of
 one. It has to run on the release with the fault and on the one that fixed it, so it passes each constructor
 only the arguments that the installed release has. Parts of the driver that the workload does not need are
 left out.
+
+kvledger runs the file, and a journal may hold any text. So a value of the journal enters the file in two ways
+only: as a literal of :func:`_literal`, or in the docstring through :func:`_docstring`. Settings that choose
+parts of the driver are checked by type first, and :func:`_require_docstring` looks at the finished file.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -25,6 +32,7 @@ from ...audit.conformance.engine_setup import EngineSetup
 from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import Fault
 from ...audit.repro import engine_figures
+from ...audit.repro.rebuild import require_types
 from ...audit.repro.workload import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 
@@ -67,7 +75,7 @@ _LAYERS = {
     "cross": "kv_cache.CrossAttentionSpec, **layer",
     "replay": "kv_cache.SlidingWindowMLASpec, **layer, sliding_window={window}, bounded_replay=True",
 }
-_SUM = 'seen == RIGHT or min(seen) >= 0 and sum(seen) == engine.requests["{name}"].num_prompt_tokens'
+_SUM = "seen == RIGHT or min(seen) >= 0 and sum(seen) == engine.requests[{name}].num_prompt_tokens"
 _CONDITIONS = {
     ("reported", "tokens/negative"): (
         _SUM,
@@ -75,7 +83,7 @@ _CONDITIONS = {
     ),
     ("reported", "tokens/source-sum"): (_SUM, "any release must hold: they sum to the prompt"),
     ("reported", "tokens/set-once"): (
-        'seen[:2] in engine.scheduler.connector.admissions["{name}"]',
+        "seen[:2] in engine.scheduler.connector.admissions[{name}]",
         "any release must hold: both are of one admission",
     ),
     ("planned_to_load", "connector/promise-not-loaded"): ("seen >= RIGHT", "at least"),
@@ -99,6 +107,7 @@ def render(
 ) -> str:
     """The text of the file. Raises LedgerError where a standalone driver can't do what the workload needs."""
     explained, v0 = explain(workload, check), workload.engine.get("scheduler") == "v0"
+    require_types(workload.engine, v0=v0)
     fields = dataclasses.fields(V0Setup if v0 else EngineSetup)
     settings = {field.name: field.default for field in fields} | workload.engine
     if refused := _refused(settings, v0):
@@ -111,12 +120,15 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    header = environment.get_template("header.txt.j2").render(
+        title=explained.title,
+        says=_flowed(explained.says),
+        facts=_facts(explained, assumed),
+        file=file,
+        version=__version__,
+    )
     context = {
-        "title": explained.title,
-        "says": _flowed(explained.says),
-        "facts": _facts(explained, check, assumed),
-        "file": file,
-        "version": __version__,
+        "header": _docstring(header),
         **(_settings_of_v0(settings) if v0 else _settings(settings)),
         **_lmcache(settings),
         **_needs(workload, settings),
@@ -124,7 +136,9 @@ def render(
         **(figure := _figure(check, explained.fault)),
         "plain_answers": not figure["admissions"] and _are_plain(workload.requests.values()),
     }
-    return environment.get_template("v0.py.j2" if v0 else "v1.py.j2").render(context)
+    text = environment.get_template("v0.py.j2" if v0 else "v1.py.j2").render(context)
+    _require_docstring(text, header)
+    return text
 
 
 def _refused(settings: dict[str, Any], v0: bool) -> str:
@@ -163,8 +177,8 @@ def _lmcache(settings: dict[str, Any]) -> dict[str, Any]:
         "lmcache.save_decode_cache": settings.get("save_decoded", False),
         "lmcache.save_unfull_chunk": False,
     }
-    rows = [f"{_literal(name)}: {_literal(value)}," for name, value in options.items()]
-    return {"lmcache": True, "lmcache_options": rows, "compiled": _literal(COMPILED)}
+    rows = [f"{_line(name)}: {_line(value)}," for name, value in options.items()]
+    return {"lmcache": True, "lmcache_options": rows, "compiled": _line(COMPILED)}
 
 
 def _needs(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
@@ -227,15 +241,15 @@ def _options(requests: Iterable[Request]) -> Iterable[str]:
 
 def _tables(workload: Workload, check: Check, settings: dict[str, Any]) -> dict[str, Any]:
     """The literals: settings, requests, and the script up to where the figure is read."""
-    names = _names_of_settings(workload, settings)
-    engine = ", ".join(f"{_literal(name)}:\0{_literal(settings[ours])}" for name, ours in names.items())
+    names, pooling = _names_of_settings(workload, settings), settings.get("pooling", False)
+    engine = ", ".join(f"{_literal(name)}:{_SPACE}{_literal(settings[ours])}" for name, ours in names.items())
     script = workload.script if check.after < 0 else workload.script[: check.after]
     return {
-        "engine": [line.replace("\0", " ") for line in textwrap.wrap(f"{engine},", WIDTH - 4)],
+        "engine": _wrapped(f"{engine},", indent=""),
         "requests": [
             line
             for name, request in workload.requests.items()
-            for line in _wrapped(f'"{name}": {_literal(_row(request, settings.get("pooling", False)))},')
+            for line in _wrapped(f"{_literal(name)}: {_literal(_row(request, pooling))},")
         ],
         "script": _rows(script),
         "answers": any(request.answers for request in workload.requests.values()),
@@ -287,7 +301,11 @@ def _rows(script: Sequence[Op]) -> list[str]:
 
 
 def _literal(value: Any) -> str:
-    """A literal with double quotes; tuples inside of dictionaries become lists where they are names."""
+    """A value as source, whatever text it holds. The spaces of a text are NUL until :func:`_wrapped`.
+
+    Text has double quotes. Tuples inside of dictionaries become lists where they are names. Raises
+    LedgerError for a value that has no literal.
+    """
     if isinstance(value, dict):
         return (
             "{" + ", ".join(f"{_literal(key)}: {_literal(_listed(one))}" for key, one in value.items()) + "}"
@@ -298,8 +316,38 @@ def _literal(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_literal, value)) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)
+        return '"' + _escaped(value).replace('"', '\\"').replace(" ", _SPACE) + '"'
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    raise LedgerError(f"The finding was reproduced, but no file can show it: {value!r} has no literal.")
+
+
+def _line(value: Any) -> str:
+    """The literal of a value, on a line that is not wrapped."""
+    return _literal(value).replace(_SPACE, " ")
+
+
+_SPACE = "\0"
+"""Stands for a space inside of a text, where no line may end. A NUL of the text itself is escaped."""
+
+
+def _docstring(text: str) -> str:
+    """A docstring with exactly this text."""
+    lines = [_escaped(line).replace('"""', '\\"\\"\\"') for line in text.split("\n")]
+    return '"""' + "\n".join(lines) + '"""'
+
+
+def _escaped(text: str) -> str:
+    """The text for between quotes, on one line: backslashes and what can't be printed as a literal has it."""
+    return "".join(one if one.isprintable() and one != "\\" else repr(one)[1:-1] for one in text)
+
+
+def _require_docstring(text: str, header: str) -> None:
+    """Raise LedgerError if the file begins with anything but the header as one docstring, or is no Python."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        if ast.get_docstring(ast.parse(text), clean=False) == header:
+            return
+    raise LedgerError("The finding was reproduced, but the text of the journal makes no file of it.")
 
 
 def _listed(value: Any) -> Any:
@@ -310,17 +358,18 @@ def _figure(check: Check, fault: Fault | None) -> dict[str, Any]:
     """The probe, the right figure and the condition."""
     condition, asserted = _CONDITIONS.get((check.probe, check.finding), ("seen == RIGHT", ""))
     words = fault.id if fault else check.finding.partition("/")[2]
+    name = _line(check.request)
     return {
         "probe": source(check.probe),
         "probe_name": check.probe,
-        "name": _literal(check.request),
-        "what": _literal(check.says),
-        "right": _literal(check.right),
-        "condition": condition.format(name=check.request),
+        "name": name,
+        "what": _line(check.says),
+        "right": _line(check.right),
+        "condition": condition.format(name=name),
         "asserted": asserted,
         "admissions": "admissions" in condition,
         "raises": check.probe == "raised",
-        "test": "test_" + re.sub(r"\W", "_", words),
+        "test": "test_" + re.sub(r"\W", "_", words, flags=re.ASCII),
     }
 
 
@@ -334,7 +383,7 @@ def source(probe: str) -> str:
 # --- layout ---------------------------------------------------------------------------------------------
 
 
-def _facts(explained: Explanation, check: Check, assumed: Sequence[str]) -> str:
+def _facts(explained: Explanation, assumed: Sequence[str]) -> str:
     facts = list(explained.facts)
     facts += [f"Assumed: {sentence}" for sentence in assumed]
     return "\n".join(_flowed(fact, "- ") for fact in facts)
@@ -352,7 +401,8 @@ def _flowed(text: str, first: str = "") -> str:
     )
 
 
-def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(
-        line, WIDTH - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+def _wrapped(line: str, indent: str = "    ") -> list[str]:
+    lines = textwrap.wrap(
+        line, WIDTH - 4, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+    return [each.replace(_SPACE, " ") for each in lines]
