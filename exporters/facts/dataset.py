@@ -1,8 +1,8 @@
 """The facts of some journals as tables in DuckDB, for one command. Needs the analysis extra.
 
 A journal is replayed into rows, in this process or in others, and the rows are Parquet files in a folder that
-goes when the command ends. Nothing but these files can be read in SQL, nothing can be written, and no
-setting can be changed.
+goes when the command ends. In SQL no file can be opened, nothing can be written, and no setting can be
+changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .engine import EngineFacts
 from .kept import has_one, journals_and_sessions
 from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, connect, listed, mount, spill_to
+from .tables import SQL_TYPES, Facts, connect, lock, mount, spill_to
 
 ROWS_ONLY = Wanted()
 
@@ -64,8 +64,8 @@ def facts(
             kept = [one.kept for one in replays if one.kept is not None]
             mount(connection, files, window, kept=kept, exported=_exported_files(exported))
             _add_engines(connection, [one.engine for one in replays])
-            folders = {Path(file).parents[3] for one in kept for some in one.files.values() for file in some}
-            _lock(connection, [Path(folder), *exported, *folders])
+            spill_to(connection, Path(folder))
+            lock(connection)
             yield Facts(
                 connection,
                 [one.engine for one in replays],
@@ -102,14 +102,6 @@ def _add_engines(connection: Any, engines: Sequence[EngineFacts]) -> None:
     if engines:
         row = f"INSERT INTO engines VALUES ({', '.join('?' * len(ENGINES))})"
         connection.executemany(row, [list(_engine_row(engine)) for engine in engines])
-
-
-def _lock(connection: Any, places: Sequence[Path]) -> None:
-    """Allow nothing but to read these places. The first one is for what does not fit into memory."""
-    spill_to(connection, places[0])
-    connection.execute(f"SET allowed_directories = {listed(sorted(map(str, places)))}")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
 
 
 def _timestamp(seconds: float) -> datetime:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as datasets
 import pyarrow.parquet as pq
 
 from ...audit.errors import JournalError, LedgerError
@@ -38,6 +39,11 @@ def schema(columns: Sequence[Column]) -> Any:
     return pa.schema(
         [pa.field(c.name, TYPES[c.kind], metadata={"description": c.description}) for c in columns],
     )
+
+
+def dataset(files: Sequence[str], columns: Sequence[Column]) -> Any:
+    """The rows of some files. Each is opened when it is read; a column that it lacks is null."""
+    return datasets.dataset(list(files), schema(columns), format="parquet")
 
 
 def column_names(path: Path) -> list[str]:

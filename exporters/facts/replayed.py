@@ -42,6 +42,7 @@ from .kept import (
     usable,
     whole_minutes,
 )
+from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_rows, head, request_row
 from .schema import TABLES, Row
 from .tables import Files, KeptRows
@@ -84,8 +85,6 @@ class InMemory:
     """A Parquet file in memory for each table."""
 
     def __init__(self) -> None:
-        from .parquet import RowWriter  # pyarrow; kept rows are read without it
-
         self._sinks = {name: io.BytesIO() for name in TABLES}
         """The files, by table."""
         self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}

@@ -1,7 +1,15 @@
-"""The facts as tables in DuckDB: views of Parquet files, and their rows. Needs the analysis extra."""
+"""The facts as tables in DuckDB: views of Parquet files, and their rows. Needs the analysis extra.
+
+pyarrow opens the files, and DuckDB asks it for columns and rows. So DuckDB itself needs no file, and where a
+user's SQL runs it may open none, neither to read nor to write. One folder is left, in which it puts what
+does not fit into memory; it is empty, and goes when the command ends. Since DuckDB 2.0 a ``COPY`` inside of
+a ``SELECT`` could write there, so a query that does more than select is refused before it runs.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +24,7 @@ from .engine import EngineFacts
 from .groups import HOUR_EXPRESSIONS
 from .hours import HOURLY, LABELS, added_up, query_of
 from .kept import OLDER, hour_time
+from .parquet import dataset
 from .schema import TABLES, Column
 
 ONLY_SUMS = "Of requests of {journal} that ended before {time} only sums by the hour are kept."
@@ -50,7 +59,7 @@ class Facts:
         self.gone = {one.journal: one.rows_from_seconds for one in engines if one.rows_from_seconds}
         """Journals of which the window has only sums by the hour, before the Unix time that is named."""
         self._connection = connection
-        """The DuckDB connection, which can read these tables alone."""
+        """The DuckDB connection, which has these tables alone."""
 
     def summed(self, columns: Sequence[str], where: str) -> bool:
         """Whether sums by the hour can answer a question with these expressions over requests.
@@ -95,23 +104,37 @@ class Facts:
         return [f"{engine.journal}: {words}" for engine in self.engines for words in engine.cut]
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """The rows of a query. Raises LedgerError for one that DuckDB refuses."""
-        found: list[tuple[Any, ...]] = self.relation(query).fetchall()
-        return found
+        """The rows of a query. Raises LedgerError for one that DuckDB refuses, or that is not one SELECT."""
+        return self.answer(query)[1]
 
-    def relation(self, query: str) -> Any:
-        """The result of a query, for which DuckDB has not been asked for rows yet. Raises LedgerError."""
+    def answer(self, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """The names of a query's columns, and its rows. Raises LedgerError as :meth:`rows` does."""
         try:
-            return self._connection.execute(query)
+            self._require_one_select(query)
+            found = self._connection.execute(query)
+            return [column[0] for column in found.description], found.fetchall()
         except duckdb.Error as error:
             raise LedgerError(_sentence(error)) from None
 
-    def statements(self, text: str) -> list[Any]:
-        """The statements of a text, parsed. Raises LedgerError for one that is no SQL."""
-        try:
-            return list(self._connection.extract_statements(text))
-        except duckdb.Error as error:
-            raise LedgerError(_sentence(error)) from None
+    def _require_one_select(self, query: str) -> None:
+        """Raise LedgerError for other statements, also those in a WITH or in a text that a function runs."""
+        kinds = [str(one.type).rpartition(".")[2] for one in self._connection.extract_statements(query)]
+        if kinds != ["SELECT"]:
+            raise LedgerError(f"A query is one SELECT, and this is {', '.join(kinds) or 'nothing'}.")
+        (parsed,) = self._connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [query]).fetchone()
+        for node in _NODES.findall(parsed):
+            if node not in _SELECTS:
+                raise LedgerError(f"A query is one SELECT, and this has {node.partition('_')[0]} in it.")
+        for function in _FUNCTIONS.findall(parsed):
+            if function.lower() in _RUN_TEXT:
+                raise LedgerError(f"A query is one SELECT, and {function} runs a text as another one.")
+
+
+_NODES = re.compile(r'"type":\s*"(\w+_NODE)"')
+_FUNCTIONS = re.compile(r'"function_name":\s*"(\w+)"')
+"""In a parsed query as JSON, where a text of the query has its quotes escaped."""
+_SELECTS = ("SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE")
+_RUN_TEXT = ("query", "json_execute_serialized_sql")
 
 
 def _sentence(error: Exception) -> str:
@@ -156,14 +179,15 @@ def mount(
     connection.execute("CREATE SCHEMA kept; CREATE SCHEMA rest")
     for name, columns in TABLES.items():
         inside = _inside(columns, window)
-        parts = [_select(columns, files[name])] if files.get(name) else []
+        parts = [_select(connection, columns, files[name])] if files.get(name) else []
         if exported and exported.get(name):
-            parts.append(_select(columns, exported[name]) + inside)
-        for schema, chosen in (("", [one.files for one in kept]), (REST, [one.rest for one in kept])):
-            _view(connection, schema + name, columns, parts + _kept(name, columns, kept, chosen, inside))
+            parts.append(_select(connection, columns, exported[name]) + inside)
+        for place, chosen in (("", [one.files for one in kept]), (REST, [one.rest for one in kept])):
+            rows = _kept(connection, name, columns, kept, chosen, inside)
+            _view(connection, place + name, columns, parts + rows)
     for table in HOURLY.values():
         inside = _whole_hours(window)
-        parts = _kept(table.name, table.columns, kept, [one.files for one in kept], inside)
+        parts = _kept(connection, table.name, table.columns, kept, [one.files for one in kept], inside)
         _view(connection, KEPT + table.name, table.columns, parts)
         both = f"{query_of(table, REST)} UNION ALL SELECT * FROM {KEPT}{table.name}"
         connection.execute(f"CREATE VIEW {table.name} AS {added_up(table, both)}")
@@ -188,12 +212,23 @@ def spill_to(connection: Any, folder: Path) -> None:
     connection.execute(f"SET temp_directory = {quoted(str(folder / 'spill'))}")
 
 
+def lock(connection: Any) -> None:
+    """From now on no SQL opens a file or changes a setting."""
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
 def _view(connection: Any, name: str, columns: Sequence[Column], parts: Sequence[str]) -> None:
     connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts or [_empty(columns)])}")
 
 
 def _kept(
-    name: str, columns: Sequence[Column], kept: Sequence[KeptRows], files: Sequence[Files], inside: str
+    connection: Any,
+    name: str,
+    columns: Sequence[Column],
+    kept: Sequence[KeptRows],
+    files: Sequence[Files],
+    inside: str,
 ) -> list[str]:
     """The rows of a table in the ``files`` of each journal."""
     parts = []
@@ -201,33 +236,24 @@ def _kept(
         named = {"journal": quoted(one.journal), "engine": quoted(one.engine)}
         for table in (name, f"{name}{OLDER}"):
             if chosen.get(table):
-                parts.append(_select(columns, chosen[table], named, by_name=table != name) + inside)
+                parts.append(_select(connection, columns, chosen[table], named) + inside)
     return parts
 
 
 def _select(
-    columns: Sequence[Column],
-    files: Sequence[str],
-    named: Mapping[str, str] = NOTHING,
-    *,
-    by_name: bool = False,
+    connection: Any, columns: Sequence[Column], files: Sequence[str], named: Mapping[str, str] = NOTHING
 ) -> str:
-    """The rows of files. With ``by_name`` a column that a file lacks is null; each file is opened first."""
+    """The rows of files; a column that a file lacks is null. pyarrow opens each file when rows are read."""
     selected = ", ".join(
         f"{named[column.name]} AS {column.name}" if column.name in named else _selected(column)
         for column in columns
     )
-    options = f"union_by_name = {by_name}, hive_partitioning = false"
-    rows = f"read_parquet({listed(files)}, {options})"
-    if by_name:
-        rows = (
-            f"(SELECT * FROM {rows} UNION ALL BY NAME {_empty([c for c in columns if c.name not in named])})"
-        )
-    return f"SELECT {selected} FROM {rows}"
+    name = f"files_{next(_numbers)}"
+    connection.register(name, dataset(files, columns))
+    return f"SELECT {selected} FROM {name}"
 
 
-def listed(files: Sequence[str]) -> str:
-    return f"[{', '.join(map(quoted, files))}]"
+_numbers = itertools.count()
 
 
 def _empty(columns: Sequence[Column]) -> str:

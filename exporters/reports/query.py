@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import csv_of
@@ -35,14 +34,9 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
     with facts(
         paths, window=window, run=run, wanted=Wanted(checks=True, activity=True, blocks=True)
     ) as found:
-        kinds = [str(statement.type).rpartition(".")[2] for statement in found.statements(sql)]
-        if kinds != ["SELECT"]:
-            asked = ", ".join(kinds) or "nothing"
-            raise LedgerError(f"A query is one SELECT, and this is {asked}.")
-        answer = found.relation(sql)
-        columns = [column[0] for column in answer.description]
+        columns, rows = found.answer(sql)
         missing = [*found.notes, *(found.cut if "findings" in sql.lower() else ())]
-        return Answered(columns=columns, rows=[list(row) for row in answer.fetchall()], notes=missing)
+        return Answered(columns=columns, rows=[list(row) for row in rows], notes=missing)
 
 
 def render(answer: Answered) -> Any:
