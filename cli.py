@@ -148,49 +148,6 @@ def usage(
 
 @command(
     opt.AUDIT,
-    "statement /var/lib/kvledger --month 2026-11 --by group -o november.csv --key private.pem",
-    "statement --verify november.csv --public-key public.pem",
-    exit_codes="Exit codes: 0 written, or verified; 1 --verify found a change; 2 bad usage or input.",
-)
-def statement(
-    paths: list[Path] | None = opt.journals(
-        "[PATH...]", "Journals, folders of journals, or single segments.", None
-    ),
-    month: str = option("--month YYYY-MM", "Requests that ended in this month, in UTC."),
-    by: str = opt.BY,
-    format: str = choice("--format focus-csv|json", "The output format."),
-    output: Path = option("--output -o FILE", "The file to write; - prints it.", Path("-")),
-    after: Path | None = option("--after FILE", "The statement before: continue its hash chain."),
-    key: Path | None = option(
-        "--key PEM", "Sign the end of the chain with this Ed25519 key; the signature is written to FILE.sig."
-    ),
-    verify: Path | None = option("--verify FILE", "Check this statement."),
-    public_key: Path | None = option("--public-key PEM", "--verify: the signature must be by this key."),
-    read: Reading = NONE,
-) -> None:
-    """Write the tokens of a month as billable lines, or verify such a statement.
-
-    Columns are those of FOCUS, with a hash chain over the lines. Requests whose accounts are incomplete are
-    counted and not billed.
-    """
-    from .exporters.billing import run
-
-    if verify is not None:
-        if paths:
-            raise typer.BadParameter("--verify takes no journals.")
-        typer.echo(run.verified(verify, public_key))
-        return
-    if not paths or not month:
-        raise typer.BadParameter("A statement needs journals and --month, or --verify FILE.")
-    if key is not None and str(output) == "-":
-        raise typer.BadParameter("--key needs -o FILE: the signature is written beside the file.")
-    with read.journals(paths, local=True) as (places, _, _):
-        text = run.statement(places, month, by, format, after)
-    run.write(text, output, key)
-
-
-@command(
-    opt.AUDIT,
     "summary /var/lib/kvledger --by hour",
     "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
 )

@@ -161,9 +161,9 @@ ALERTS: tuple[Alert, ...] = (
         "Run `kvledger incident JOURNALS --since 1h`: a violation or lost events of the same time are the "
         "likeliest reason. Then `kvledger usage JOURNALS --log FILE --since 1h`, with the sidecar's usage "
         "log, names the calls and whose they are, and `kvledger show JOURNALS ID` prints the account of "
-        "one. Bills that are made of these answers are wrong by as much: use `kvledger statement`. If every "
-        "call differs, the log is not of these engines, or a gateway counts by a rule of its own. Else keep "
-        "log and journal and report it.",
+        "one. Bills that are made of these answers are wrong by as much: ask the ledger instead "
+        "(question 25 of docs/tables.md). If every call differs, the log is not of these engines, or a "
+        "gateway counts by a rule of its own. Else keep log and journal and report it.",
     ),
     Alert(
         "KvledgerNothingObserved",

@@ -23,8 +23,6 @@ from ..ledger.statements import AccountStatement
 PREFILL, DECODE = "prefill", "decode"
 """Roles of the two requests of one prompt in two engines. A request that one engine serves has no role."""
 
-PAIRED_ROLES = ("kv_producer", "kv_consumer")
-"""vLLM's KV roles of a prefill and a decode engine."""
 
 FAILED_TRANSFER = ("failed", "not_planned", "never_loaded")
 """Causes for which promised tokens did not arrive."""
@@ -182,11 +180,6 @@ def _may_decode(found: FoundRequests) -> bool:
     return found.account.transferred or found.kv_role == "kv_consumer"
 
 
-def may_be_paired(found: FoundRequests) -> bool:
-    """Whether another engine may have a request for the same prompt."""
-    return found.account.remote_decode or found.kv_role in PAIRED_ROLES or found.account.transferred
-
-
 def _own_role(account: AccountStatement) -> str:
     """The role of a request whose counterpart is not here."""
     if account.transferred:
@@ -257,11 +250,11 @@ def not_counted(samples: Sequence[CallRequest]) -> Counter[str]:
         if each not in first:
             counts["transferred"] += each.external
             counts["decode-hit"] += each.local
-            counts[recomputed_cause(each)] += each.computed
+            counts[_recomputed_cause(each)] += each.computed
     return +counts
 
 
-def recomputed_cause(request: CallRequest) -> str:
+def _recomputed_cause(request: CallRequest) -> str:
     """Why a decode engine computed prompt tokens."""
     nothing_came = not request.external and not request.local
     failed = any(request.account.voided.get(cause) for cause in FAILED_TRANSFER)

@@ -1,4 +1,4 @@
-"""Twenty-four questions with the SQL that answers each. They are in docs/tables.md; a test runs them all."""
+"""Twenty-five questions with the SQL that answers each. They are in docs/tables.md; a test runs them all."""
 
 from __future__ import annotations
 
@@ -134,5 +134,14 @@ QUESTIONS = (
         "Which content was computed most often?",
         "select hash_id, count(*) as times from (select unnest(hash_ids) as hash_id from block_operations "
         "where operation = 'cached') group by hash_id having times > 1 order by times desc limit 10",
+    ),
+    Question(
+        "What did each tenant use in a month, to charge it? (A request without a complete account is only "
+        "counted. Each sample of a prompt is a request. With a prefill and a decode engine, take prompts "
+        "from the journals of the one and outputs from those of the other.)",
+        "select coalesce(request_group, salt) as tenant, model, sum(local + external) as cached, "
+        "sum(computed) as computed, sum(output_tokens) as output_tokens, count(*) as requests, "
+        "count(unknown) as unknown from requests where date_trunc('month', closed_time) = "
+        "timestamp '2026-11-01' group by tenant, model order by tenant, model",
     ),
 )

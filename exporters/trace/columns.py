@@ -314,7 +314,7 @@ def markdown() -> str:
     asked = {**FACT_TABLES, "engines": ENGINES, **{name: table.columns for name, table in HOURLY.items()}}
     every = {**asked, **TABLES}
     lines = [HEAD.format(queried=_names(asked), exported=_names(TABLES))]
-    lines += ["## Twenty-four questions", ""]
+    lines += ["## Twenty-five questions", ""]
     for number, question in enumerate(QUESTIONS, 1):
         lines += [f"{number}. {question.words}", "", "   ```sql", f"   {question.sql}", "   ```", ""]
     for name, columns in every.items():

@@ -117,7 +117,6 @@ def test_usage_has_the_calls_of_all_hosts(hosts: Path, tmp_path: Path, capsys: P
         ["turns", "{}", "--format", "json"],
         ["diff", "{}/a", "{}", "--format", "json"],
         ["tail", "{}", "--format", "json"],
-        ["statement", "{}", "--month", "2023-11", "--format", "json"],
         ["report", "{}", "-o", "-"],
         ["timeline", "{}", "-o", "-"],
         ["export", "{}", "--format", "openmetrics", "-o", "{}/history.om"],

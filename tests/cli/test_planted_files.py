@@ -42,7 +42,6 @@ COMMANDS = (
     "export {} -o OUT/tables",
     "export {} --format openmetrics -o OUT/metrics",
     "timeline {} -o OUT/timeline",
-    "statement {} --month 2023-11 -o -",
     "show {} r-3-0",
     "tail {} --format json",
     "compact {}",

@@ -38,8 +38,6 @@ COMMANDS = (
     "ls {} --audit",
     "diff {} {}",
     "prune {} --older-than 1d",
-    "statement {} --month 2023-11 --by lora --format focus-csv -o -",
-    "statement {} --month 2023-11 --by group --format focus-csv -o -",
     "compact {}",
 )
 

@@ -25,7 +25,6 @@ OTHERS = {
     "audit/simulate/study.py": "a folder of its own for one command",
     "cli_run.py": "the null device",
     "exporters/asgi.py": "a log that the user names",
-    "exporters/billing/chain.py": "a statement that the user names",
     "exporters/facts/dataset.py": "a folder of its own for one command",
     "exporters/files.py": "a file that the user names",
     "exporters/metrics/backfill.py": "a file that the user names",

@@ -101,21 +101,6 @@ def test_clients_are_told_transfers_as_hits_and_nothing_is_unexplained(folder: P
     assert [] == result["unlogged"]
 
 
-def test_the_statement_bills_each_token_once(folder: Path) -> None:
-    month = json.loads((folder / "usage.jsonl").read_text().splitlines()[0])["at"]
-    _, lines = kvledger("statement", folder / "journals", "--month", _month(month))
-    _, audit = kvledger("audit", folder / "journals")
-
-    billed = {line["SkuMeter"]: int(line["ConsumedQuantity"]) for line in lines}
-    not_billed = json.loads(lines[0]["x_NotBilled"])
-    assert PROMPTS == billed["Input tokens, read"] + billed["Input tokens, uncached"]
-    assert (CALLS + STRAIGHT) * OUTPUT == billed["Output tokens"]
-    assert PROMPT == not_billed["transfer-failed"]
-    assert CALLS == not_billed["prefill-output"]
-    handled = audit["totals"]["prompt_tokens"] + CALLS * (OUTPUT + 1) + STRAIGHT * OUTPUT
-    assert handled == sum(billed.values()) + sum(not_billed.values())
-
-
 def test_the_sidecar_can_count_each_prompt_once(folder: Path) -> None:
     """Of the loads of both engines none is a hit.
 
@@ -143,9 +128,3 @@ def test_each_loaded_block_is_what_the_prefill_engine_stored_but_the_changed_one
     assert ("content/transfer", 1) == (found["id"], len(found["figures"]["layers"]))
     assert "cmpl-changed-0-" in found["figures"]["reader"]
     assert "cmpl-changed-0-" in found["figures"]["writer"]
-
-
-def _month(seconds: float) -> str:
-    from datetime import datetime, timezone
-
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m")

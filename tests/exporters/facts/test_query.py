@@ -45,8 +45,8 @@ def test_each_question_of_the_page_has_an_answer(trace: Path, question: object) 
     assert ask([trace], question.sql).columns  # type: ignore[attr-defined]
 
 
-def test_there_are_twenty_four_questions() -> None:
-    assert 24 == len(QUESTIONS)
+def test_there_are_twenty_five_questions() -> None:
+    assert 25 == len(QUESTIONS)
 
 
 def test_an_answer_has_the_sums_of_the_summary(trace: Path) -> None:

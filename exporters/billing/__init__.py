@@ -1,1 +1,0 @@
-"""Token statements for billing: lines in FOCUS columns, a hash chain over them, and a signature."""
