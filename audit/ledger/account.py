@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from .. import causes
 from ..events import RequestLabels
 from .encoder_cache import EncoderInput
@@ -19,275 +21,186 @@ from .tiers import tokens_by_tier
 from .weights import Sampled
 
 
-class Account:
+class Account(msgspec.Struct, eq=False):
     """Everything the ledger holds of one request. Only the ledger writes it.
 
     Counts are tokens; times are microseconds since the engine started.
     """
 
-    __slots__ = (
-        "added_at",
-        "admissions",
-        "asked_from",
-        "cached_before",
-        "cached_in_group",
-        "carried",
-        "closed_at",
-        "computed",
-        "decode_parts",
-        "discarded",
-        "drafted",
-        "encoder_cached",
-        "encoder_computed",
-        "encoder_inputs",
-        "encoder_read",
-        "executed_again",
-        "executed_first",
-        "first_output",
-        "first_prompt",
-        "first_token",
-        "hit_again",
-        "in_flight",
-        "in_flight_tokens",
-        "incomplete",
-        "invalid_hits",
-        "labelled",
-        "labels",
-        "later_tokens",
-        "life",
-        "lines",
-        "lives",
-        "loaded",
-        "loaded_again",
-        "looked_up_local",
-        "looked_up_step",
-        "losses",
-        "max_tokens",
-        "more_blocks_percent",
-        "older_hits",
-        "older_loads",
-        "older_prompt",
-        "outcome",
-        "output_time",
-        "outputs",
-        "overrun",
-        "plan",
-        "pooling",
-        "positions",
-        "preemptions",
-        "prefill_parts",
-        "priority",
-        "promised",
-        "prompt_tokens",
-        "queued",
-        "reads_cache",
-        "rejected",
-        "remote_decode",
-        "remote_request",
-        "reported",
-        "reporting",
-        "reports",
-        "request",
-        "request_id",
-        "resumable",
-        "rework",
-        "sampled",
-        "sampled_by",
-        "sampled_misses",
-        "saved_tokens",
-        "scheduled",
-        "sequence_tokens",
-        "settled",
-        "settlements",
-        "stale_drafts",
-        "steady_delivered",
-        "steady_scheduled",
-        "suspect_outputs",
-        "suspense",
-        "tiered",
-        "traceparent",
-        "transferred",
-        "unknown",
-        "voided",
-        "waited_by_cause",
-    )
+    request: int
+    """The request's number."""
+    request_id: str
+    """The request's id, as the engine has it."""
+    prompt_tokens: int
+    """Length of the prompt; of a session, up to its last chunk."""
+    added_at: int
+    """Time when the request came."""
+    sequence_tokens: int = 0
+    """Prompt and output tokens so far."""
+    carried: int = 0
+    """Tokens that a session's present chunk keeps from before."""
+    closed_at: int = -1
+    """Time of the end; -1 while the account is open."""
+    outcome: str = ""
+    """Why the request ended; empty while the account is open."""
+    unknown: str | None = None
+    """Why the account is unknown; None if it is known."""
+    pooling: bool = False
+    """Whether the request is for a pooling model."""
+    resumable: bool = False
+    """Whether the request is a streaming-input session."""
+    reads_cache: bool = True
+    """Whether the request may hit the prefix cache."""
+    max_tokens: int | None = None
+    """Most output tokens that the client asked for; None: not known."""
+    priority: int = 0
+    """Priority of the request; a lower number is more urgent."""
+    labels: RequestLabels | None = None
+    """Whom the request is for; None: it has no labels, or they were not recorded."""
+    traceparent: str | None = None
+    """The caller's W3C trace context."""
+    transferred: bool = False
+    """Whether a prefill engine hands over the KV, so external tokens are no cache hits."""
+    remote_decode: bool = False
+    """Whether this engine only prefills the request, and another one decodes."""
+    remote_request: str = ""
+    """Id of the request in the prefill engine; empty if not known."""
+    positions: PositionRanges = msgspec.field(default_factory=PositionRanges)
+    """The origin of each position's KV."""
+    losses: Losses = msgspec.field(default_factory=Losses)
+    """The cause for which each position last lost its KV."""
+    life: Life | None = None
+    """The present life; None while the request waits."""
+    lives: list[Life] = []
+    """All lives, oldest first."""
+    computed: int = 0
+    """Computed tokens of the present life, counted at scheduling as vLLM does."""
+    in_flight: deque[InFlight] = msgspec.field(default_factory=deque)
+    """Scheduled tokens whose output has not come, oldest step first."""
+    in_flight_tokens: int = 0
+    """Sum of the tokens in flight."""
+    sampled: int = 0
+    """Tokens sampled by the last output."""
+    drafted: bool = False
+    """Whether drafts were ever scheduled."""
+    stale_drafts: int = 0
+    """Drafts of ended lives that were rejected in the present life."""
+    scheduled: int = 0
+    """Tokens scheduled in all lives."""
+    first_prompt: int = 0
+    """Prompt tokens computed for the first time."""
+    first_output: int = 0
+    """Output tokens computed for the first time."""
+    rework: dict[str, int] = {}
+    """Tokens computed again, by the cause for which their KV was lost."""
+    rejected: int = 0
+    """Draft tokens rejected."""
+    overrun: int = 0
+    """Tokens that were in flight when the request stopped, or accepted past the stop."""
+    suspense: int = 0
+    """Tokens whose work could not be attributed."""
+    executed_first: list[tuple[int, int, int]] = []
+    """Prompt positions computed for the first time: start, end, number of the life."""
+    executed_again: list[tuple[int, int, str]] = []
+    """Prompt positions computed again: start, end, cause."""
+    invalid_hits: list[tuple[int, int]] = []
+    """Positions of local hits on cached blocks without valid KV: start, end."""
+    cached_before: list[CachedRange] = []
+    """Prompt positions that block events prove to have been in the cache before."""
+    cached_in_group: list[GroupBlock] = []
+    """The same of blocks of groups of windows and states."""
+    settled: bool = False
+    """Whether the present prompt or chunk is settled."""
+    incomplete: bool = False
+    """Whether the first output came before every token of the present prompt or chunk had valid KV."""
+    settlements: list[Settlement] = []
+    """One settlement for the prompt, or for each chunk of a session."""
+    prefill_parts: tuple[int, int] | None = None
+    """Microseconds of the cause ``prefill``: the request's own share of its steps, and the rest."""
+    decode_parts: tuple[int, int] | None = None
+    """The same of the cause ``decode``."""
+    output_time: tuple[int, ...] | None = None
+    """Microseconds from the first output to the last, by cause (``token_times.py``); None: not known."""
+    later_tokens: int = 0
+    """Output tokens after the first one, which came in that time."""
+    first_token: tuple[int, ...] | None = None
+    """Microseconds to the first output, by cause (``token_times.py``); of a session, of its first turn.
+    None: there was no output, or the request is for a pooling model."""
+    waited_by_cause: tuple[int, ...] | None = None
+    """Microseconds to the first admission, by cause (``queue_clock.py``); None: there was none."""
+    queued: tuple[int, ...] | None = None
+    """The same of a request with a first output, whose time it is a part of."""
+    plan: tuple[int, int] | None = None
+    """Planned split: local and external hits of the first admission that ran."""
+    reported: tuple[int, int, int] | None = None
+    """Local, external and computed tokens of the engine's first report."""
+    reports: int = 0
+    """Reports of the engine for the present prompt or chunk."""
+    reporting: Life | None = None
+    """The life whose hits the engine reports: by release, the first that ran or the last before the
+    first output."""
+    hit_again: int = 0
+    """Repeat hits: local hits over positions that had KV before."""
+    loaded_again: int = 0
+    """Repeat loads: loaded tokens over positions that had KV before."""
+    promised: int = 0
+    """External tokens promised in all lives."""
+    loaded: int = 0
+    """External tokens loaded in all lives."""
+    voided: dict[str, int] = {}
+    """External tokens that failed or were cancelled, by cause."""
+    tiered: bool = False
+    """Whether the connector reported the tiers of any life's external tokens."""
+    sampled_misses: dict[str, int] = {}
+    """Of one in sixteen contents, blocks that the first hit did not cover, by what became of each."""
+    outputs: int = 0
+    """Output tokens of the turns of a session that have ended, and of a request that has."""
+    suspect_outputs: dict[str, int] = {}
+    """Those of them whose step read KV of older weights, by how much older."""
+    sampled_by: list[Sampled] = []
+    """Under which weights the outputs were sampled, by position; empty: before the first change."""
+    labelled: list[tuple[int, str]] = []
+    """From which position on the engine's output calls the weights so; empty: the label stayed."""
+    older_hits: dict[str, int] = {}
+    """Local hits of all lives on KV of older weights, by how much older."""
+    older_loads: dict[str, int] = {}
+    """External tokens promised in all lives with KV of older weights, by how much older."""
+    older_prompt: dict[str, int] = {}
+    """Settled prompt tokens with KV of older weights, by how much older."""
+    discarded: dict[str, int] = {}
+    """Computed tokens at the end of each life, by the cause of the end."""
+    encoder_inputs: list[EncoderInput] = []
+    """The encoder inputs, once an event has spoken of one."""
+    encoder_read: dict[int, int] = {}
+    """The inputs that were read, by their index, and in which life."""
+    encoder_computed: int = 0
+    """Encoder embeddings that steps computed for the request."""
+    encoder_cached: int = 0
+    """Encoder embeddings that the encoder cache had when the request first read them, in each life."""
+    saved_tokens: int = 0
+    """End of the last positions that an observed order of the connector saves."""
+    admissions: int = 0
+    """Lives begun."""
+    preemptions: int = 0
+    """Preemptions."""
+    looked_up_step: int = -1
+    """Step of the last local cache lookup; -1: none was seen."""
+    looked_up_local: int = 0
+    """Tokens that the last local cache lookup hit."""
+    asked_from: int = -1
+    """The local hit beyond which the connector was asked since the last lookup; -1: it was not asked."""
+    more_blocks_percent: int = -1
+    """How many percent more blocks would have avoided every preemption for lack of free blocks, rounded
+    up; -1: there was none, or it is not known."""
+    lines: list[Line] | None = None
+    """Lines of the account statement; None: not kept."""
+    steady_scheduled: int = -1
+    """Scheduled steps up to which a steady account is posted; -1: the account is not steady."""
+    steady_delivered: int = -1
+    """Delivered steps up to which a steady account is posted; -1: the account is not steady."""
 
-    def __init__(self, request: int, request_id: str, prompt_tokens: int, at: int) -> None:
-        self.request = request
-        """The request's number."""
-        self.request_id = request_id
-        """The request's id, as the engine has it."""
-        self.prompt_tokens = prompt_tokens
-        """Length of the prompt; of a session, up to its last chunk."""
-        self.sequence_tokens = prompt_tokens
-        """Prompt and output tokens so far."""
-        self.carried = 0
-        """Tokens that a session's present chunk keeps from before."""
-        self.added_at = at
-        """Time when the request came."""
-        self.closed_at = -1
-        """Time of the end; -1 while the account is open."""
-        self.outcome = ""
-        """Why the request ended; empty while the account is open."""
-        self.unknown: str | None = None
-        """Why the account is unknown; None if it is known."""
-        self.pooling = False
-        """Whether the request is for a pooling model."""
-        self.resumable = False
-        """Whether the request is a streaming-input session."""
-        self.reads_cache = True
-        """Whether the request may hit the prefix cache."""
-        self.max_tokens: int | None = None
-        """Most output tokens that the client asked for; None: not known."""
-        self.priority = 0
-        """Priority of the request; a lower number is more urgent."""
-        self.labels: RequestLabels | None = None
-        """Whom the request is for; None: it has no labels, or they were not recorded."""
-        self.traceparent: str | None = None
-        """The caller's W3C trace context."""
-        self.transferred = False
-        """Whether a prefill engine hands over the KV, so external tokens are no cache hits."""
-        self.remote_decode = False
-        """Whether this engine only prefills the request, and another one decodes."""
-        self.remote_request = ""
-        """Id of the request in the prefill engine; empty if not known."""
-
-        self.positions = PositionRanges()
-        """The origin of each position's KV."""
-        self.losses = Losses()
-        """The cause for which each position last lost its KV."""
-        self.life: Life | None = None
-        """The present life; None while the request waits."""
-        self.lives: list[Life] = []
-        """All lives, oldest first."""
-        self.computed = 0
-        """Computed tokens of the present life, counted at scheduling as vLLM does."""
-        self.in_flight: deque[InFlight] = deque()
-        """Scheduled tokens whose output has not come, oldest step first."""
-        self.in_flight_tokens = 0
-        """Sum of the tokens in flight."""
-        self.sampled = 0
-        """Tokens sampled by the last output."""
-        self.drafted = False
-        """Whether drafts were ever scheduled."""
-        self.stale_drafts = 0
-        """Drafts of ended lives that were rejected in the present life."""
-
-        self.scheduled = 0
-        """Tokens scheduled in all lives."""
-        self.first_prompt = 0
-        """Prompt tokens computed for the first time."""
-        self.first_output = 0
-        """Output tokens computed for the first time."""
-        self.rework: dict[str, int] = {}
-        """Tokens computed again, by the cause for which their KV was lost."""
-        self.rejected = 0
-        """Draft tokens rejected."""
-        self.overrun = 0
-        """Tokens that were in flight when the request stopped, or accepted past the stop."""
-        self.suspense = 0
-        """Tokens whose work could not be attributed."""
-        self.executed_first: list[tuple[int, int, int]] = []
-        """Prompt positions computed for the first time: start, end, number of the life."""
-        self.executed_again: list[tuple[int, int, str]] = []
-        """Prompt positions computed again: start, end, cause."""
-        self.invalid_hits: list[tuple[int, int]] = []
-        """Positions of local hits on cached blocks without valid KV: start, end."""
-        self.cached_before: list[CachedRange] = []
-        """Prompt positions that block events prove to have been in the cache before."""
-        self.cached_in_group: list[GroupBlock] = []
-        """The same of blocks of groups of windows and states."""
-
-        self.settled = False
-        """Whether the present prompt or chunk is settled."""
-        self.incomplete = False
-        """Whether the first output came before every token of the present prompt or chunk had valid KV."""
-        self.settlements: list[Settlement] = []
-        """One settlement for the prompt, or for each chunk of a session."""
-        self.prefill_parts: tuple[int, int] | None = None
-        """Microseconds of the cause ``prefill``: the request's own share of its steps, and the rest."""
-        self.decode_parts: tuple[int, int] | None = None
-        """The same of the cause ``decode``."""
-        self.output_time: tuple[int, ...] | None = None
-        """Microseconds from the first output to the last, by cause (``token_times.py``); None: not known."""
-        self.later_tokens = 0
-        """Output tokens after the first one, which came in that time."""
-        self.first_token: tuple[int, ...] | None = None
-        """Microseconds to the first output, by cause (``token_times.py``); of a session, of its first turn.
-        None: there was no output, or the request is for a pooling model."""
-        self.waited_by_cause: tuple[int, ...] | None = None
-        """Microseconds to the first admission, by cause (``queue_clock.py``); None: there was none."""
-        self.queued: tuple[int, ...] | None = None
-        """The same of a request with a first output, whose time it is a part of."""
-        self.plan: tuple[int, int] | None = None
-        """Planned split: local and external hits of the first admission that ran."""
-        self.reported: tuple[int, int, int] | None = None
-        """Local, external and computed tokens of the engine's first report."""
-        self.reports = 0
-        """Reports of the engine for the present prompt or chunk."""
-        self.reporting: Life | None = None
-        """The life whose hits the engine reports: by release, the first that ran or the last before the
-        first output."""
-        self.hit_again = 0
-        """Repeat hits: local hits over positions that had KV before."""
-        self.loaded_again = 0
-        """Repeat loads: loaded tokens over positions that had KV before."""
-        self.promised = 0
-        """External tokens promised in all lives."""
-        self.loaded = 0
-        """External tokens loaded in all lives."""
-        self.voided: dict[str, int] = {}
-        """External tokens that failed or were cancelled, by cause."""
-        self.tiered = False
-        """Whether the connector reported the tiers of any life's external tokens."""
-        self.sampled_misses: dict[str, int] = {}
-        """Of one in sixteen contents, blocks that the first hit did not cover, by what became of each."""
-        self.outputs = 0
-        """Output tokens of the turns of a session that have ended, and of a request that has."""
-        self.suspect_outputs: dict[str, int] = {}
-        """Those of them whose step read KV of older weights, by how much older."""
-        self.sampled_by: list[Sampled] = []
-        """Under which weights the outputs were sampled, by position; empty: before the first change."""
-        self.labelled: list[tuple[int, str]] = []
-        """From which position on the engine's output calls the weights so; empty: the label stayed."""
-        self.older_hits: dict[str, int] = {}
-        """Local hits of all lives on KV of older weights, by how much older."""
-        self.older_loads: dict[str, int] = {}
-        """External tokens promised in all lives with KV of older weights, by how much older."""
-        self.older_prompt: dict[str, int] = {}
-        """Settled prompt tokens with KV of older weights, by how much older."""
-        self.discarded: dict[str, int] = {}
-        """Computed tokens at the end of each life, by the cause of the end."""
-        self.encoder_inputs: list[EncoderInput] = []
-        """The encoder inputs, once an event has spoken of one."""
-        self.encoder_read: dict[int, int] = {}
-        """The inputs that were read, by their index, and in which life."""
-        self.encoder_computed = 0
-        """Encoder embeddings that steps computed for the request."""
-        self.encoder_cached = 0
-        """Encoder embeddings that the encoder cache had when the request first read them, in each life."""
-        self.saved_tokens = 0
-        """End of the last positions that an observed order of the connector saves."""
-
-        self.admissions = 0
-        """Lives begun."""
-        self.preemptions = 0
-        """Preemptions."""
-        self.looked_up_step = -1
-        """Step of the last local cache lookup; -1: none was seen."""
-        self.looked_up_local = 0
-        """Tokens that the last local cache lookup hit."""
-        self.asked_from = -1
-        """The local hit beyond which the connector was asked since the last lookup; -1: it was not asked."""
-        self.more_blocks_percent = -1
-        """How many percent more blocks would have avoided every preemption for lack of free blocks, rounded
-        up; -1: there was none, or it is not known."""
-        self.lines: list[Line] | None = None
-        """Lines of the account statement; None: not kept."""
-        self.steady_scheduled = -1
-        """Scheduled steps up to which a steady account is posted; -1: the account is not steady."""
-        self.steady_delivered = -1
-        """Delivered steps up to which a steady account is posted; -1: the account is not steady."""
+    def __post_init__(self) -> None:
+        self.sequence_tokens = self.prompt_tokens
 
     @property
     def promised_by_tier(self) -> dict[str, int]:

@@ -9,8 +9,7 @@ does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from .. import events as ev
 from ..causes import END_UNSEEN, NOT_HIT
@@ -82,6 +81,61 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
 """The posting function of every event."""
 
 
+def _follow_blocks(state: LedgerState, event: ev.Event) -> None:
+    """Note what an event of requests says of blocks."""
+    if state.blocks.pools:
+        enter_subjects(state, state.blocks.after(event), state.step)
+        for request, start, end in state.blocks.invalid_hits:
+            withdraw_hit(state, request, start, end)
+
+
+def _follow_transfers(state: LedgerState, event: ev.Event) -> None:
+    if state.custody.waiting:
+        follow_waiting(state)
+
+
+def _follow_runs(state: LedgerState, event: ev.Event) -> None:
+    if state.weights.differing:
+        step_runs(state)
+
+
+def _forget_sketches(state: LedgerState, event: ev.Event) -> None:
+    state.sketches.forget()
+
+
+def _note_promise(state: LedgerState, event: ev.Event) -> None:
+    if state.contents.watches:
+        state.contents.noted(event, sum(pool.blocks for pool in state.blocks.pools.values()))
+
+
+def _weigh_hits(state: LedgerState, event: ev.Admitted) -> None:
+    if state.weights.stage:
+        admitted(state, event)
+
+
+def _weigh_load(state: LedgerState, event: ev.LoadFinished) -> None:
+    if state.weights.stage and event.request in state.living:
+        loaded(state, state.living[event.request])
+
+
+_FOLLOWING: dict[Callable[[LedgerState, Any], None], tuple[type[ev.Event], ...]] = {
+    _follow_transfers: (ev.Stepped,),
+    _follow_runs: (ev.Stepped, ev.Repeated),
+    _forget_sketches: (ev.PoolReset,),
+    _note_promise: (ev.Admitted, ev.BlocksPromised),
+    _follow_blocks: tuple(kind for kind in get_args(ev.EmittedEvent) if kind not in BlockLedger.EVENTS),
+    _weigh_hits: (ev.Admitted,),
+    _weigh_load: (ev.LoadFinished,),
+}
+"""What other ledgers do after an event was posted, in this order."""
+
+FOLLOWING = {
+    kind: tuple(follow for follow, kinds in _FOLLOWING.items() if kind in kinds)
+    for kind in {kind for kinds in _FOLLOWING.values() for kind in kinds}
+}
+"""The same by event."""
+
+
 class Ledger(LedgerState):
     """Accounts of one engine, kept from its events in order.
 
@@ -94,7 +148,7 @@ class Ledger(LedgerState):
         self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
     ) -> None:
         super().__init__(keep_closed=keep_closed, watch=watch, counted=counted)
-        self.blocks.account = partial(posted, self)
+        self.blocks.requests = self
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event and return the entries it made, in order."""
@@ -105,24 +159,13 @@ class Ledger(LedgerState):
         post = POSTINGS.get(kind)
         if post is not None:
             post(self, event)
-        if self.custody.waiting and kind is ev.Stepped:
-            follow_waiting(self)
-        if self.weights.differing and kind in (ev.Stepped, ev.Repeated):
-            step_runs(self)
-        if kind is ev.PoolReset:
-            self.sketches.forget()
-        if self.contents.watches and kind in (ev.Admitted, ev.BlocksPromised):
-            self.contents.noted(event, sum(pool.blocks for pool in self.blocks.pools.values()))
-        if self.blocks.pools and kind not in BlockLedger.EVENTS:
-            subjects = self.blocks.after(event, self.posted_step, self.scheduled, self.is_in_flight)
-            enter_subjects(self, subjects, self.step)
-            for request, start, end in self.blocks.invalid_hits:
-                withdraw_hit(self, request, start, end)
-        if self.weights.stage and isinstance(event, ev.Admitted):
-            admitted(self, event)
-        elif self.weights.stage and isinstance(event, ev.LoadFinished) and event.request in self.living:
-            loaded(self, self.living[event.request])
+        for follow in FOLLOWING.get(kind, ()):
+            follow(self, event)
         return self.entries
+
+    def posted(self, request: int) -> Account | None:
+        """The open account of a request, posted up to now."""
+        return posted(self, request)
 
     def scheduled(self, request: int) -> tuple[int, int] | None:
         """Tokens and drafts that the last step that was posted scheduled of a request; None if it did not."""

@@ -11,6 +11,8 @@ The answers differ after a failed load: tokens computed above it had KV, but not
 
 from __future__ import annotations
 
+import msgspec
+
 from ..causes import UNKNOWN
 
 LOCAL = "local"
@@ -22,22 +24,19 @@ UNATTAINED = "unattained"
 """No valid origin."""
 
 
-class PositionRange:
+class PositionRange(msgspec.Struct, eq=False):
     """Positions [start, end) with one origin: KV from ``source`` in life ``life``.
 
     ``again``: the positions had KV before, which turned out not to be valid.
     """
 
-    __slots__ = ("again", "end", "life", "source", "start")
-
-    def __init__(self, start: int, end: int, source: str, life: int, again: bool = False) -> None:
-        self.start = start
-        """The first position."""
-        self.end = end
-        """One above the last position."""
-        self.source = source
-        self.life = life
-        self.again = again
+    start: int
+    """The first position."""
+    end: int
+    """One above the last position."""
+    source: str
+    life: int
+    again: bool = False
 
     def continues(self, last: PositionRange) -> bool:
         """Whether this range directly continues ``last``, with the same origin."""
@@ -49,14 +48,11 @@ class PositionRange:
         )
 
 
-class PositionRanges:
+class PositionRanges(msgspec.Struct, eq=False):
     """The positions that had KV, and its origin: disjoint ranges, sorted by position."""
 
-    __slots__ = ("ranges",)
-
-    def __init__(self) -> None:
-        self.ranges: list[PositionRange] = []
-        """The ranges; a position in none has no origin."""
+    ranges: list[PositionRange] = []
+    """The ranges; a position in none has no origin."""
 
     def fill(self, start: int, end: int, source: str, life: int) -> list[tuple[int, int]]:
         """Give this origin to every position of [start, end) that has no valid origin.
@@ -188,14 +184,11 @@ def _joined(rows: list[PositionRange]) -> list[PositionRange]:
     return joined
 
 
-class Losses:
+class Losses(msgspec.Struct, eq=False):
     """The cause for which each position last lost its KV. Newest first; covered older losses are dropped."""
 
-    __slots__ = ("ranges",)
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[int, int, str]] = []
-        """First position, one above the last position, and cause of each loss."""
+    ranges: list[tuple[int, int, str]] = []
+    """First position, one above the last position, and cause of each loss."""
 
     def add(self, start: int, end: int, cause: str) -> None:
         """Note that positions [start, end) lost their KV."""

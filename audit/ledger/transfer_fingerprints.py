@@ -157,7 +157,7 @@ def _judge(
 def _reader(state: LedgerState, number: int, block: int) -> str:
     """The request that holds a block."""
     holders = state.blocks.pools[number].records[block].holders
-    return next((holder.request_id for holder in holders if holder.kind == TABLE), "")
+    return next((holder.request_id for holder in holders.values() if holder.kind == TABLE), "")
 
 
 def _stored_elsewhere(custody: CustodyState, found: ContentTransfer) -> StoredElsewhere | None:

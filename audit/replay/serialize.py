@@ -135,7 +135,7 @@ REBUILT: dict[type, frozenset[str]] = {
     FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "counted", "entries"}),
-    BlockLedger: frozenset({"findings", "account", "refilled", "invalid_hits"}),
+    BlockLedger: frozenset({"findings", "requests", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),
@@ -218,6 +218,8 @@ def layout() -> str:
 @cache
 def attributes(kind: type) -> tuple[str, ...]:
     """The names of the attributes of ``kind`` that are written, in their order."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
     every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
     return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
 
@@ -242,6 +244,17 @@ _BLANK: dict[type, Callable[[], Any]] = {
     RoutedCache: RoutedCache,
     RecentCounts: RecentCounts,
 }
+
+
+_UNFILLED: dict[type, Callable[[], Any]] = {
+    Account: lambda: Account(0, "", 0, 0),
+    Life: lambda: Life(0, 0, 0, False),
+    InFlight: lambda: InFlight(0, 0, 0, Life(0, 0, 0, False)),
+    PositionRanges: PositionRanges,
+    PositionRange: lambda: PositionRange(0, 0, "", 0),
+    Losses: Losses,
+}
+"""By struct with an identity: one that is filled with what was written."""
 
 
 class _Writer:
@@ -364,4 +377,5 @@ class _Reader:
         kind = OBJECTS[row[1]]
         if kind in REBUILT:
             raise ValueError("an object that its owner makes")
-        return self.fill(kind.__new__(kind), row)
+        blank = _UNFILLED.get(kind)
+        return self.fill(kind.__new__(kind) if blank is None else blank(), row)

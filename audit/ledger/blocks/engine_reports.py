@@ -13,7 +13,7 @@ from ... import events as ev
 from ... import pool_calls
 from .entries import BlockComparison, Leak, PoolComparison, SharedWrite, Uncovered
 from .holdings import Holdings
-from .records import TABLE, UNKNOWN, Block, Holder, Pool, Window
+from .records import TABLE, UNKNOWN, Block, Holder, Pool, Window, oldest, table_holders
 
 SLIDING, CHUNKED, STATE = range(3)
 """Kinds of ``PoolSeen.windows``; a group of another kind has no window that is known."""
@@ -113,16 +113,16 @@ def _table(
             other = holdings.holder(TABLE, request, places[number, request, block])
             holdings.report_collision("twice", number, block, other, holder)
         places[number, request, block] = group
-        if not any(h.kind == TABLE and h.request == request and h.group == group for h in record.holders):
+        if all(held.group != group for held in table_holders(pool, record, request)):
             if record.holders_known:
-                holdings.report_collision("unheld", number, block, next(iter(record.holders), None), holder)
+                holdings.report_collision("unheld", number, block, oldest(record), holder)
             record.reported = True
             holdings.add_holder(number, block, record, holder)
     if not positional or account is None or account.unknown is not None or account.life is None:
         return
     for place in range(max(0, account.life.local) // size, len(table)):
         record = holdings.record(pool, table[place])
-        first = record.holders[0] if record.holders else holder
+        first = oldest(record) or holder
         if table[place] != pool.null_block and not record.reported and first.request != request:
             story = holdings.story(number, table[place])
             holdings.report(SharedWrite(number, table[place], place, first, holder, story), request)
@@ -152,12 +152,12 @@ def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, stat
         or (own >= 0 and own != references)
         or (record.has_hash >= 0 and record.has_hash != hashed)
     ):
-        holders = [str(holder) for holder in record.holders]
+        holders = [str(holder) for holder in record.holders.values()]
         story = holdings.story(number, block, references)
         comparison = BlockComparison(
             number, block, references, own, queued, hashed, record.has_hash, mapped, holders, story
         )
-        holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
+        holdings.report(comparison, next((holder.request for holder in record.holders.values()), UNKNOWN))
     if record.holders_known and own != references:
         record.holders_known = False
     elif not record.holders_known and references == len(record.holders):
@@ -174,12 +174,12 @@ def compare_references(holdings: Holdings, number: int, block: int, record: Bloc
         record.holders_known = references == len(record.holders)
         return
     if references != len(record.holders):
-        holders = [str(holder) for holder in record.holders]
+        holders = [str(holder) for holder in record.holders.values()]
         story = holdings.story(number, block, references)
         comparison = BlockComparison(
             number, block, references, len(holders), UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, holders, story
         )
-        holdings.report(comparison, record.holders[0].request if record.holders else UNKNOWN)
+        holdings.report(comparison, next((holder.request for holder in record.holders.values()), UNKNOWN))
         record.holders_known = False
 
 
@@ -204,8 +204,7 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
     held = holdings.held.pop(request, None)
     if held:
         pool, block = next(iter(held))
-        holders = holdings.pools[pool].records[block].holders
-        holder = next(h for h in holders if h.kind == TABLE and h.request == request)
+        holder = table_holders(holdings.pools[pool], holdings.pools[pool].records[block], request)[0]
         blocks = sorted(block for _, block in held)
         holdings.report(Leak(holder, blocks, seconds, holdings.story(pool, block)), request)
 

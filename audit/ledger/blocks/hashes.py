@@ -18,6 +18,7 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
+    number, step, stack = event.pool, event.step, event.stack
     for named, group, tokens, blocks, hash_ids, ends in event.calls():
         if not blocks:
             _forget_hashes(holdings, pool)
@@ -27,21 +28,22 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
                 request = _sole_writer(holdings, pool, block)
                 sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
                 who = holdings.holder(TABLE, request, group)
-                holdings.newly_cached.append((event.pool, request, [block], [end]))
-            whose, by, stack = who.request_id, "cache_blocks", event.stack
+                holdings.newly_cached.append((number, request, [block], [end]))
+            whose = who.request_id
             operation = Operation(
-                event.step, event.at, "cached", by, whose, who.life, group, stack, [hash_id], end
+                step, event.at, "cached", "cache_blocks", whose, who.life, group, stack, [hash_id], end
             )
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
             covered = pool.ends.setdefault(hash_id, end)
-            pool.since.setdefault(hash_id, (event.step, request))
+            if hash_id not in pool.since:
+                pool.since[hash_id] = step, request
             if covered != end:
-                holdings.report_cached(HASHED_OTHERWISE, whose, event.pool, block, end, covered, request)
+                holdings.report_cached(HASHED_OTHERWISE, whose, number, block, end, covered, request)
             elif end > sequence_tokens >= 0:
-                holdings.report_cached(SEQUENCE, whose, event.pool, block, end, sequence_tokens, request)
+                holdings.report_cached(SEQUENCE, whose, number, block, end, sequence_tokens, request)
                 pool.records[block].wrong = [(sequence_tokens, end, SEQUENCE)]
         if named >= 0:
-            holdings.newly_cached.append((event.pool, named, blocks, ends))
+            holdings.newly_cached.append((number, named, blocks, ends))
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -54,8 +56,10 @@ def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
 
 def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> int:
     """The request that fills a block: the youngest one whose table holds the block."""
-    holders = holdings.record(pool, block).holders
-    return next((holder.request for holder in reversed(holders) if holder.kind == TABLE), UNKNOWN)
+    for holder in reversed(holdings.record(pool, block).holders.values()):
+        if holder.kind == TABLE:
+            return holder.request
+    return UNKNOWN
 
 
 def _sequence_tokens(holdings: Holdings, request: int, unemitted: int) -> int:
@@ -89,10 +93,12 @@ def _hash(
         record.hash_ids.append(hash_id)
         pool.hashes[hash_id] = pool.hashes.get(hash_id, 0) + 1
     record.has_hash = 1
-    record.end = max(end, record.end) if len(record.hash_ids) > 1 else end
+    several = len(record.hash_ids) > 1
+    record.end = max(end, record.end) if several else end
     record.cached_for, record.writer = request, done.request_id
-    record.least_end = min(end, record.least_end) if len(record.hash_ids) > 1 else end
-    record.isolation = isolation_below(holdings.isolation.get(request), record.least_end)
+    record.least_end = min(end, record.least_end) if several else end
+    own = holdings.isolation.get(request)
+    record.isolation = None if own is None else isolation_below(own, record.least_end)
     remember(record, done)
     placed(pool, record, group, end)
     if holdings.hash_awaited and (event.pool, block) in holdings.hash_awaited:

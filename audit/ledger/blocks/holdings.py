@@ -7,7 +7,7 @@ change both together. What an event means is in the other files of this folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from ... import events as ev
 from ...bounded_tables import keep_newest
@@ -30,16 +30,31 @@ from .records import (
     Pool,
     Rewrite,
     hash_text,
+    table_key,
 )
 
 REMOVED_HASHES_KEPT = 2
 """How many hashes that left the cache map are remembered, per block of the pool."""
 
-AccountOf = Callable[[int], Account | None]
-"""Gives the open account of a request, by number; None if there is none."""
 
-Scheduled = Callable[[int], tuple[int, int] | None]
-"""Gives tokens and drafts that the last step scheduled of a request; None if it did not schedule it."""
+class Requests(Protocol):
+    """What the ledger of requests says to the ledger of blocks."""
+
+    posted_step: int
+    """The last step that was posted."""
+    living: dict[int, Account]
+    """The open accounts, which may lag behind; enough for a request's id and the number of its life."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step may be in flight."""
+
+    def posted(self, request: int) -> Account | None:
+        """The open account of a request, posted up to now."""
+
+    def scheduled(self, request: int) -> tuple[int, int] | None:
+        """Tokens and drafts that the last posted step scheduled of a request; None if it did not."""
+
 
 SavedBy = tuple[list[int], str]
 """The isolation classes under which KV was saved, and the id of the request."""
@@ -50,11 +65,6 @@ HitBlock = tuple[int, int, str, int, int, list[Made] | None]
 
 InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
-
-
-def _nobody(request: int) -> Account | None:
-    """No request has an account."""
-    return None
 
 
 class Holdings:
@@ -120,8 +130,8 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
-        self.account: AccountOf = _nobody
-        """Gives the open account of a request, posted up to now."""
+        self.requests: Requests
+        """The ledger of requests, which sets itself here."""
 
     def forget(self) -> None:
         """Drop everything because events were lost; the next PoolSeen begins anew."""
@@ -145,29 +155,44 @@ class Holdings:
         self.hit_blocks.clear()
         self.demand.forget()
 
+    def account(self, request: int) -> Account | None:
+        """The open account of a request, posted up to now; None if there is none."""
+        return self.requests.posted(request)
+
     # --- references and hashes -----------------------------------------------------------------
 
     def record(self, pool: Pool, block: int) -> Block:
         """The record of a block; a new one if there is none."""
         record = pool.records.get(block)
         if record is None:
-            record = pool.records[block] = Block([], pool.idle, pool.has_hash, [], operations=[])
+            record = pool.records[block] = Block({}, pool.idle, pool.has_hash, [], operations=[])
         return record
 
     def add_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Add a reference to a block."""
-        record.holders.append(holder)
-        place = pool, block
-        if holder.kind == DEFERRED:
-            self.deferred[place] = holder
-        elif holder.kind == TABLE and holder.request >= 0:
-            held = self.held.setdefault(holder.request, {})
+        holders, place = record.holders, (pool, block)
+        if holder.kind == TABLE and holder.request >= 0:
+            key = table_key(holder.request, holder.group)
+            held = self.held.get(holder.request)
+            if held is None:
+                held = self.held[holder.request] = {}
             held[place] = held.get(place, 0) + 1
+            if key not in holders:
+                holders[key] = holder
+                return
+        elif holder.kind == DEFERRED:
+            self.deferred[place] = holder
+        holders[min(0, *holders) - 1 if holders else UNKNOWN] = holder
+        record.other_holders += 1
 
     def remove_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Take a reference from a block."""
-        record.holders.remove(holder)
-        place = pool, block
+        holders, place = record.holders, (pool, block)
+        key = table_key(holder.request, holder.group)
+        if holders.get(key) is not holder:
+            key = next(key for key, held in holders.items() if held is holder)
+            record.other_holders -= 1
+        del holders[key]
         if holder.kind == DEFERRED:
             self.deferred.pop(place, None)
         elif holder.kind == TABLE and (held := self.held.get(holder.request)) is not None:
@@ -201,7 +226,7 @@ class Holdings:
 
     def holder(self, kind: str, request: int, group: int) -> Holder:
         """A holder in the present life of a request."""
-        account = self.account(request)
+        account = self.requests.living.get(request)
         if account is None:
             return Holder(kind, request, f"#{request}" if request >= 0 else "", 0, group)
         life = account.life.number if account.life is not None else len(account.lives) + 1
@@ -215,8 +240,13 @@ class Holdings:
 
     def operation(self, event: Any, what: str, by: str, request: int, group: int) -> Operation:
         """An operation on blocks, for a request."""
-        who = self.holder(TABLE, request, group)
-        return Operation(event.step, event.at, what, by, who.request_id, who.life, group, event.stack)
+        account = self.requests.living.get(request)
+        if account is None:
+            whose, life = f"#{request}" if request >= 0 else "", 0
+        else:
+            whose = account.request_id
+            life = account.life.number if account.life is not None else len(account.lives) + 1
+        return Operation(event.step, event.at, what, by, whose, life, group, event.stack)
 
     def call_operation(self, event: ev.BlockEvent, what: str) -> Operation:
         """The operation of an event with one call."""
@@ -251,7 +281,7 @@ class Holdings:
         )
         counted = "" if references is None else f"; the engine counts {references} references"
         lines = [f"block {block} of pool {pool}, {hash_}{counted}"]
-        lines += [f"  held by {holder}" for holder in record.holders] or ["  no known holder"]
+        lines += [f"  held by {holder}" for holder in record.holders.values()] or ["  no known holder"]
         lines += [f"  now also held by {second}"] if second is not None else []
         lines += ["  last operations:"] if record.operations else []
         for done in record.operations:
@@ -264,3 +294,7 @@ class Holdings:
             lines.append(f"    step {done.step}: {done}, {who}, by {done.by}")
             lines += [f"      {frame}" for frame in done.stack or ()]
         return lines
+
+
+Following: TypeAlias = "dict[type[ev.Event], Callable[[Holdings, Any], None]]"
+"""What a law of blocks does after an event of requests was posted, by the event's type."""

@@ -19,13 +19,13 @@ from ..life import Life
 from . import hashes, provenance, reads, rewrites, states, store, weights_of_blocks, windows
 from .engine_reports import ENGINE_REPORTS, report_unfreed
 from .entries import BlockFinding
-from .holdings import Holdings, Scheduled
+from .holdings import Following, Holdings
 from .operations import OPERATIONS
 from .split_calls import calls
 
 _APPLYING = OPERATIONS | hashes.HASHES | ENGINE_REPORTS
 
-_SCHEDULING = (
+_SCHEDULING = {
     ev.LookedUp,
     ev.Matched,
     ev.AdmissionFailed,
@@ -37,9 +37,36 @@ _SCHEDULING = (
     ev.BlocksPromised,
     ev.Stepped,
     ev.Repeated,
-)
+}
 """Events of a step that come after the step's pool calls. A step may be emitted only together with a later
 event; a finished load comes after them."""
+
+
+def _ends(holdings: Holdings, event: ev.Finished) -> None:
+    if event.request in holdings.held:
+        holdings.ending[event.request] = event.at
+
+
+def _census(holdings: Holdings, event: ev.Census) -> None:
+    if holdings.deferred and not holdings.requests.is_in_flight:
+        report_unfreed(holdings)
+
+
+_TABLES: tuple[Following, ...] = (
+    {ev.Finished: _ends, ev.Census: _census},
+    store.FOLLOWING,
+    {ev.BlocksSaved: weights_of_blocks.saved},
+    rewrites.FOLLOWING,
+    reads.FOLLOWING,
+    windows.FOLLOWING,
+    states.FOLLOWING,
+)
+
+_FOLLOWING = {
+    kind: tuple(table[kind] for table in _TABLES if kind in table)
+    for kind in {kind for table in _TABLES for kind in table}
+}
+"""What follows from an event of requests, in this order."""
 
 
 class BlockLedger(Holdings):
@@ -62,30 +89,16 @@ class BlockLedger(Holdings):
             _APPLYING[type(call)](self, call)
         return self.findings
 
-    def after(self, event: ev.Event, step: int, scheduled: Scheduled, in_flight: bool) -> list[BlockFinding]:
-        """Called after any other event is posted; return the subjects about blocks that follow from it.
-
-        ``step``: the last step that was posted. ``scheduled``: what it scheduled of a request. ``in_flight``:
-        whether a step may be in flight.
-        """
-        self.findings = []
-        if self.newly_cached and type(event) not in _SCHEDULING:
+    def after(self, event: ev.Event) -> list[BlockFinding]:
+        """Called after any other event is posted; return the subjects about blocks that follow from it."""
+        self.findings, self.invalid_hits = [], []
+        kind = type(event)
+        if self.newly_cached and kind not in _SCHEDULING:
             hashes.check_pending(self)
         if self.preempted_cached:
-            provenance.check_preempted(self, step)
-        if type(event) is ev.Finished and event.request in self.held:
-            self.ending[event.request] = event.at
-        if self.deferred and type(event) is ev.Census and not in_flight:
-            report_unfreed(self)
-        if self.store_keys:
-            store.after(self, event)
-        if type(event) is ev.BlocksSaved:
-            weights_of_blocks.saved(self, event)
-        self.invalid_hits = []
-        rewrites.after(self, event, scheduled)
-        reads.after(self, event, scheduled)
-        windows.after(self, event, step, scheduled)
-        states.after(self, event, step, scheduled)
+            provenance.check_preempted(self)
+        for follow in _FOLLOWING.get(kind, ()):
+            follow(self, event)
         return self.findings
 
     def looked_up(self, event: ev.StoreKeys) -> None:

@@ -18,7 +18,24 @@ from .engine_reports import compare_references
 from .entries import StrayFree
 from .holdings import Holdings
 from .isolation import report_other_classes
-from .records import COPY, DEFERRED, PIN, TABLE, UNKNOWN, Block, Holder, Pool, remember, used
+from .records import (
+    COPY,
+    DEFERRED,
+    PIN,
+    TABLE,
+    UNKNOWN,
+    Block,
+    Holder,
+    Pool,
+    oldest,
+    remember,
+    table_holders,
+    table_key,
+    used,
+)
+
+AS_PIN = Holder(PIN, UNKNOWN, "", 0, UNKNOWN)
+"""Who holds a block that the engine took for no request."""
 
 
 def _allocated(holdings: Holdings, event: pool_calls.BlocksAllocated) -> None:
@@ -38,25 +55,30 @@ def _allocate(
 ) -> None:
     if request in holdings.demand.waiting:
         holdings.demand.hold(request, used(pool))
-    holder = holdings.actor(TABLE, request, group)
+    number, records = event.pool, pool.records
     done = holdings.operation(event, "allocated", event.by, request, group)
-    blocks = [block for block in blocks if block != pool.null_block]
-    filled = provenance.allocated(holdings, event.pool, blocks, holder)
+    holder = Holder(TABLE, request, done.request_id, done.life, group) if request >= 0 else AS_PIN
+    if pool.null_block in blocks:
+        blocks = [block for block in blocks if block != pool.null_block]
+    filled = provenance.allocated(holdings, number, blocks, holder)
     for block in blocks:
-        record = holdings.record(pool, block)
-        evicted = record.hash_ids
-        holdings.drop_hashes(pool, record, event.step, EVICTED, request)
-        record.has_hash = 0
-        remember(record, replace(done, hash_ids=evicted) if evicted else done)
+        record = records.get(block) or holdings.record(pool, block)
+        if evicted := record.hash_ids:
+            remember(record, replace(done, hash_ids=evicted))
+        else:
+            remember(record, done)
+        if record.has_hash or evicted or record.end:
+            holdings.drop_hashes(pool, record, event.step, EVICTED, request)
+            record.has_hash = 0
         record.allocations = [*record.allocations[-2:], event.step, request]
         if record.holders:
-            holdings.report_collision("taken", event.pool, block, record.holders[0], holder)
+            holdings.report_collision("taken", number, block, oldest(record), holder)
         else:
             record.holders_known, record.reported = True, False
         record.begin = record.room_end = UNKNOWN
         record.filled = filled
-        holdings.add_holder(event.pool, block, record, holder)
-        pool.free_blocks -= 1
+        holdings.add_holder(number, block, record, holder)
+    pool.free_blocks -= len(blocks)
 
 
 def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
@@ -65,29 +87,30 @@ def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
         return
     if event.request in holdings.demand.waiting:
         holdings.demand.hold(event.request, used(pool))
-    holder, done = (
-        holdings.actor(TABLE, event.request, event.group),
-        holdings.call_operation(event, "touched"),
-    )
-    if holder.kind == TABLE:
-        report_other_classes(holdings, event.pool, holder, event.blocks)
+    done = holdings.call_operation(event, "touched")
+    holder = AS_PIN
+    if event.request >= 0:
+        holder = Holder(TABLE, event.request, done.request_id, done.life, event.group)
+        if event.request in holdings.isolation:
+            report_other_classes(holdings, event.pool, holder, event.blocks)
+    held = holdings.held.get(event.request, {})
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
-        record = holdings.record(pool, block)
+        record = pool.records.get(block) or holdings.record(pool, block)
         remember(record, done)
-        if holder.kind == TABLE:
-            twice = [h for h in record.holders if h.kind == TABLE and h.request == holder.request]
-            if twice:
+        if holder is not AS_PIN:
+            if (event.pool, block) in held:
+                twice = table_holders(pool, record, event.request)
                 holdings.report_collision("twice", event.pool, block, twice[0], holder)
             elif record.has_hash == 0:
-                first = record.holders[0] if record.holders else None
-                holdings.report_collision("unhashed", event.pool, block, first, holder)
-        if holder.kind == TABLE:
+                holdings.report_collision("unhashed", event.pool, block, oldest(record), holder)
             reads.hit(holdings, event, block, record)
         holdings.add_holder(event.pool, block, record, holder)
-        pool.free_blocks -= references == 1
-        compare_references(holdings, event.pool, block, record, references)
+        if references == 1:
+            pool.free_blocks -= 1
+        if references != len(record.holders) or not record.holders_known:
+            compare_references(holdings, event.pool, block, record, references)
 
 
 def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
@@ -99,11 +122,12 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
-        record = holdings.record(pool, block)
-        released = _release(holdings, event, block, record)
+        record = pool.records.get(block) or holdings.record(pool, block)
+        released = _release(holdings, event, pool, block, record)
         if released is not None:
             remember(record, done)
-            windows.freed(holdings, event, pool, block, record, released)
+            if pool.windows:
+                windows.freed(holdings, event, pool, block, record, released)
             counts[block] = references
             continue
         earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
@@ -116,16 +140,22 @@ def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
     if event.request >= 0 and len(holdings.pools) == 1:
         holdings.demand.free(event.request, event.step, list(counts), list(counts.values()))
     for block, references in counts.items():
-        pool.free_blocks += references == 0
-        compare_references(holdings, event.pool, block, pool.records[block], references)
+        record = pool.records[block]
+        if not references:
+            pool.free_blocks += 1
+        if references != len(record.holders) or not record.holders_known:
+            compare_references(holdings, event.pool, block, record, references)
 
 
-def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, record: Block) -> Holder | None:
+def _release(
+    holdings: Holdings, event: pool_calls.BlocksFreed, pool: Pool, block: int, record: Block
+) -> Holder | None:
     """Remove the reference that was freed; None if the block has no such holder."""
     if event.request >= 0:
-        for held in record.holders:
-            fits = held.request == event.request and held.kind == TABLE
-            if fits and event.group in (held.group, UNKNOWN):
+        key = table_key(event.request, event.group)
+        known = record.holders.get(key) if event.group >= 0 else None
+        for held in table_holders(pool, record, event.request) if known is None else (known,):
+            if event.group in (held.group, UNKNOWN):
                 holdings.remove_holder(event.pool, block, record, held)
                 return held
         return None
@@ -133,7 +163,7 @@ def _release(holdings: Holdings, event: pool_calls.BlocksFreed, block: int, reco
         "_drain_deferred_frees": (DEFERRED, COPY, PIN),
         "_free_cow_retained_blocks": (COPY, PIN),
     }.get(event.by, (PIN, COPY, DEFERRED))
-    released = next((held for kind in order for held in record.holders if held.kind == kind), None)
+    released = next((held for kind in order for held in record.holders.values() if held.kind == kind), None)
     if released is not None:
         holdings.remove_holder(event.pool, block, record, released)
     return released
@@ -148,7 +178,7 @@ def _copied(holdings: Holdings, event: ev.BlockCopied) -> None:
     remember(from_, holdings.call_operation(event, f"copied to {target}"))
     remember(to, holdings.call_operation(event, f"copied from {source}"))
     replaced, kept = ((target, to), (source, from_)) if event.moved else ((source, from_), (target, to))
-    for held in [h for h in replaced[1].holders if h.kind == TABLE and h.request == event.request][:1]:
+    for held in table_holders(pool, replaced[1], event.request)[:1]:
         holdings.remove_holder(event.pool, replaced[0], replaced[1], held)
         holdings.add_holder(event.pool, replaced[0], replaced[1], copy)
     holdings.add_holder(event.pool, kept[0], kept[1], copy)
@@ -170,7 +200,7 @@ def _deferred(holdings: Holdings, event: ev.BlocksDeferred) -> None:
             continue
         record = holdings.record(pool, block)
         remember(record, done)
-        for held in [h for h in record.holders if h.kind == TABLE and h.request == event.request][:1]:
+        for held in table_holders(pool, record, event.request)[:1]:
             holdings.remove_holder(event.pool, block, record, held)
             deferred = Holder(DEFERRED, held.request, held.request_id, held.life, event.group)
             holdings.add_holder(event.pool, block, record, deferred)

@@ -178,16 +178,13 @@ def _ended(lacks: Iterable[Lack], withdrawn: bool) -> Iterator[Lack]:
         yield start, end, WITHDRAWN if withdrawn and why == UNFILLED else why
 
 
-def check_preempted(holdings: Holdings, posted: int) -> None:
-    """Report blocks of preempted requests that lack positions and are still cached after the step.
-
-    ``posted``: the last step that was posted.
-    """
+def check_preempted(holdings: Holdings) -> None:
+    """Report blocks of preempted requests that lack positions and are still cached after the step."""
     left, holdings.preempted_cached = holdings.preempted_cached, []
     for number, block, hash_id, step in left:
         record = holdings.pools[number].records[block]
         if hash_id in record.hash_ids:
-            if step > posted:
+            if step > holdings.requests.posted_step:
                 holdings.preempted_cached.append((number, block, hash_id, step))
             else:
                 report_promised(holdings, number, block, record)

@@ -18,7 +18,7 @@ from ... import pool_calls
 from ..life import Life
 from . import states, weights_of_blocks
 from .entries import ReadInvalid, UncommittedHit
-from .holdings import Holdings, Scheduled
+from .holdings import Following, Holdings
 from .provenance import (
     ABSENT,
     EVERY,
@@ -160,19 +160,9 @@ def _filled_by(holdings: Holdings, request: int, life: int) -> Iterator[tuple[in
         for block, record in pool.records.items():
             filled = record.filled
             if filled is not None and filled.lacks is not None:
-                held = any(holder.kind == TABLE for holder in record.holders)
+                held = any(holder.kind == TABLE for holder in record.holders.values())
                 if (filled.request, filled.life) == (request, life) and not held:
                     yield record.begin, number, block
-
-
-def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
-    """Called after an event other than those of the pools has been posted."""
-    if isinstance(event, ev.LoadFailed):
-        _load_failed(holdings, event)
-    elif isinstance(event, ev.Admitted):
-        admitted(holdings, event)
-    elif isinstance(event, ev.Stepped | ev.Repeated) and (holdings.unread or holdings.exposed):
-        _judge(holdings, event.step if isinstance(event, ev.Stepped) else UNKNOWN, scheduled)
 
 
 def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
@@ -203,14 +193,17 @@ def _readers(holdings: Holdings, number: int, block: int) -> list[int]:
     """The requests that hold a block in their tables, but the one whose life fills it."""
     record = holdings.pools[number].records[block]
     filler = record.filled.request if record.filled is not None else UNKNOWN
-    return [h.request for h in record.holders if h.kind == TABLE and h.request != filler]
+    return [h.request for h in record.holders.values() if h.kind == TABLE and h.request != filler]
 
 
-def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
-    """Steps up to ``posted`` have been posted: judge the reads that they are the first to make.
+def _steps_posted(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+    """Judge the reads that the steps posted up to now are the first to make.
 
     A pool's calls are emitted before the steps that were held back, so a hit may be one of a later step.
     """
+    if not holdings.unread and not holdings.exposed:
+        return
+    posted = event.step if isinstance(event, ev.Stepped) else UNKNOWN
     reads: dict[int, Reads] = {}
     for (request, number, block), step in list(holdings.unread.items()):
         life = life_of(holdings, request)
@@ -219,14 +212,14 @@ def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
             continue  # of a later step, or the request waits for a load
         del holdings.unread[request, number, block]
         if life is not None and (begun or not step):
-            _read(holdings, reads, request, number, block, life.local, scheduled)
+            _read(holdings, reads, request, number, block, life.local)
     for request, number, block in list(holdings.exposed):
         life = life_of(holdings, request)
         if life is None or not in_table(holdings, number, block, request):
             del holdings.exposed[request, number, block]
             continue
-        if scheduled(request):
-            _read(holdings, reads, request, number, block, life.local, scheduled)
+        if holdings.requests.scheduled(request):
+            _read(holdings, reads, request, number, block, life.local)
         if not lacking(holdings, number, block, 0, life.local):
             del holdings.exposed[request, number, block]
     for request, invalid in reads.items():
@@ -241,8 +234,7 @@ def _judge(holdings: Holdings, posted: int, scheduled: Scheduled) -> None:
 
 def in_table(holdings: Holdings, number: int, block: int, request: int) -> bool:
     """Whether a table of a request has a block."""
-    record = holdings.pools[number].records.get(block) if number in holdings.pools else None
-    return record is not None and any(h.kind == TABLE and h.request == request for h in record.holders)
+    return (number, block) in holdings.held.get(request, ())
 
 
 def _read(
@@ -252,13 +244,12 @@ def _read(
     number: int,
     block: int,
     end: int,
-    scheduled: Scheduled,
 ) -> None:
     """Note what a request reads without valid KV in a block below position ``end``."""
     if in_table(holdings, number, block, request):
         lacks = lacking(holdings, number, block, 0, end)
         if not lacks and holdings.pools[number].states:
-            lacks = states.written_in_step(holdings, number, block, request, end, scheduled)
+            lacks = states.written_in_step(holdings, number, block, request, end)
         if lacks:
             reads.setdefault(request, {})[number, block] = lacks
 
@@ -281,3 +272,11 @@ def _report(holdings: Holdings, request: int, reads: Reads, kind: type[ReadInval
     holdings.invalid_hits += [(request, start, end) for start, end, _ in rows]
     lacks = lacks_of(holdings, request, account.life.number)
     lacks.tainted_from = account.in_flight[-1].start if account.in_flight else account.computed
+
+
+FOLLOWING: Following = {
+    ev.LoadFailed: _load_failed,
+    ev.Admitted: admitted,
+    ev.Stepped: _steps_posted,
+    ev.Repeated: _steps_posted,
+}

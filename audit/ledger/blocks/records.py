@@ -117,8 +117,10 @@ class Rewrite(msgspec.Struct):
 class Block(msgspec.Struct):
     """One physical block."""
 
-    holders: list[Holder]
-    """The known references to the block, oldest first."""
+    holders: dict[int, Holder]
+    """The known references to the block, oldest first. The one of a table has the key :func:`table_key`, so
+    the time to find it does not depend on how many requests share the block. All others, and the second one
+    of a table, have keys below 0."""
     holders_known: bool
     """Whether all references are known."""
     has_hash: int
@@ -151,6 +153,8 @@ class Block(msgspec.Struct):
     """The last operations on the block, oldest first."""
     allocations: list[int] = []
     """Step and request of the last two allocations, oldest first."""
+    other_holders: int = 0
+    """How many of ``holders`` have keys below 0."""
 
 
 class Window(msgspec.Struct, frozen=True, gc=False):
@@ -217,6 +221,26 @@ class Pool(msgspec.Struct):
     """Hash ids that left the cache map."""
     records: dict[int, Block] = {}
     """Records of single blocks, by block id."""
+
+
+def table_key(request: int, group: int) -> int:
+    """The key of the reference that the table of a request and group has to a block."""
+    return (request << 8) + group + 1
+
+
+def table_holders(pool: Pool, record: Block, request: int) -> list[Holder]:
+    """The references of a request's tables to a block."""
+    holders = record.holders
+    keys = [table_key(request, group) for group in (UNKNOWN, *pool.groups)]
+    found = [holders[key] for key in keys if key in holders]
+    if record.other_holders:
+        found += [h for key, h in holders.items() if key < 0 and (h.kind, h.request) == (TABLE, request)]
+    return found
+
+
+def oldest(record: Block) -> Holder | None:
+    """The oldest known reference to a block."""
+    return next(iter(record.holders.values()), None)
 
 
 def usable(pool: Pool) -> int:

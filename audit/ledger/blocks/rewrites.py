@@ -8,20 +8,16 @@ step writes into it: then every request that has hit the block, or hits it later
 from __future__ import annotations
 
 from ... import events as ev
-from .holdings import Holdings, Scheduled
+from .holdings import Following, Holdings
 from .provenance import REWRITTEN
 from .reads import expose, in_table
-from .records import TABLE, Rewrite
+from .records import Rewrite, table_holders
 
 
-def after(holdings: Holdings, event: ev.Event, scheduled: Scheduled) -> None:
-    """Called after an event other than those of the pools has been posted."""
-    if isinstance(event, ev.Extended):
-        _extended(holdings, event)
-    elif isinstance(event, ev.Stepped | ev.Repeated) and holdings.rewrites:
-        for request in list(holdings.rewrites):
-            if scheduled(request):
-                _written(holdings, request, holdings.rewrites.pop(request), isinstance(event, ev.Repeated))
+def _steps_posted(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+    for request in list(holdings.rewrites):
+        if holdings.requests.scheduled(request):
+            _written(holdings, request, holdings.rewrites.pop(request), isinstance(event, ev.Repeated))
 
 
 def _extended(holdings: Holdings, event: ev.Extended) -> None:
@@ -49,7 +45,7 @@ def _written(holdings: Holdings, request: int, rewrite: Rewrite, repeated: bool)
         record = pool.records[block]
         if hash_id not in record.hash_ids or not in_table(holdings, number, block, request):
             continue
-        groups = [h.group for h in record.holders if (h.kind, h.request) == (TABLE, request)]
+        groups = [h.group for h in table_holders(pool, record, request)]
         # A step leaves one state, in the block of its last position.
         passed = groups[0] in pool.states and not repeated and account.computed > record.room_end
         if record.begin < account.computed and not passed:
@@ -64,3 +60,6 @@ def _written(holdings: Holdings, request: int, rewrite: Rewrite, repeated: bool)
 def life_ends(holdings: Holdings, request: int) -> None:
     """A life ends: no step of it writes any more."""
     holdings.rewrites.pop(request, None)
+
+
+FOLLOWING: Following = {ev.Extended: _extended, ev.Stepped: _steps_posted, ev.Repeated: _steps_posted}

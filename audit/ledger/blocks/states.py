@@ -19,22 +19,22 @@ from ... import events as ev
 from ...causes import REPLAY
 from ..account import Account
 from .entries import ReadInvalid
-from .holdings import Holdings, Scheduled
+from .holdings import Following, Holdings
 from .provenance import IN_STEP, OVERWRITTEN, lacks_of, life_of
-from .records import TABLE, Lack
+from .records import Lack, table_holders, table_key
 
 
-def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) -> None:
-    """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
-    if isinstance(event, ev.RolledBack) and event.cause != REPLAY:
-        if any(pool.states for pool in holdings.pools.values()):
-            account = holdings.account(event.request)
-            end = max(_state_end(event, account), holdings.state_ends.get(event.request, 0))
-            holdings.state_ends[event.request] = end
-    elif isinstance(event, ev.Stepped) and holdings.state_ends:
-        for request in list(holdings.state_ends):
-            if scheduled(request):
-                _judge(holdings, request, holdings.state_ends.pop(request), step)
+def _rolled_back(holdings: Holdings, event: ev.RolledBack) -> None:
+    if event.cause != REPLAY and any(pool.states for pool in holdings.pools.values()):
+        account = holdings.account(event.request)
+        end = max(_state_end(event, account), holdings.state_ends.get(event.request, 0))
+        holdings.state_ends[event.request] = end
+
+
+def _stepped(holdings: Holdings, event: ev.Stepped) -> None:
+    for request in list(holdings.state_ends):
+        if holdings.requests.scheduled(request):
+            _judge(holdings, request, holdings.state_ends.pop(request), holdings.requests.posted_step)
 
 
 def _state_end(event: ev.RolledBack, account: Account | None) -> int:
@@ -62,8 +62,7 @@ def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
             own = [
                 block
                 for pool_no, block in lacks.blocks
-                if pool_no == number
-                and any((h.request, h.group) == (request, group) for h in pool.records[block].holders)
+                if pool_no == number and table_key(request, group) in pool.records[block].holders
             ]
             same_block = (flight.start - 1) // size == (end - 1) // size
             same_state = same_block or (account.resumable and holdings.keeps_state_places)
@@ -75,20 +74,18 @@ def _judge(holdings: Holdings, request: int, end: int, step: int) -> None:
                 return
 
 
-def written_in_step(
-    holdings: Holdings, number: int, block: int, reader: int, end: int, scheduled: Scheduled
-) -> list[Lack]:
+def written_in_step(holdings: Holdings, number: int, block: int, reader: int, end: int) -> list[Lack]:
     """The positions below ``end`` that the last posted step computes for a state which it reads."""
     pool = holdings.pools[number]
     record = pool.records[block]
-    groups = [h.group for h in record.holders if (h.kind, h.request) == (TABLE, reader)]
+    groups = [h.group for h in table_holders(holdings.pools[number], record, reader)]
     filled = record.filled
     if not any(group in pool.states for group in groups) or filled is None or filled.request == reader:
         return []
     writer, life = holdings.account(filled.request), life_of(holdings, filled.request)
     if writer is None or writer.unknown is not None or life is None or life.number != filled.life:
         return []
-    if not scheduled(filled.request) or not writer.in_flight:
+    if not holdings.requests.scheduled(filled.request) or not writer.in_flight:
         return []
     start, end = writer.in_flight[-1].start, min(end, record.room_end)
     return [(start, end, IN_STEP)] if start < end <= writer.computed else []
@@ -97,3 +94,6 @@ def written_in_step(
 def life_ends(holdings: Holdings, request: int) -> None:
     """A life ends: its states are gone."""
     holdings.state_ends.pop(request, None)
+
+
+FOLLOWING: Following = {ev.RolledBack: _rolled_back, ev.Stepped: _stepped}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ... import events as ev
 from ...bounded_tables import keep_newest
 from .entries import ForeignLoad
-from .holdings import Holdings
+from .holdings import Following, Holdings
 from .isolation import difference, isolation_below
 
 KEYS_KEPT = 1 << 16
@@ -17,14 +17,6 @@ KEYS_KEPT = 1 << 16
 
 CLASSES_KEPT = 4
 """How many requests of different classes are remembered for a key, the last ones."""
-
-
-def after(holdings: Holdings, event: ev.Event) -> None:
-    """Called after any event but those of the pools."""
-    if type(event) is ev.SavePlanned:
-        _saved(holdings, event)
-    elif type(event) is ev.Admitted and event.external_tokens > 0:
-        _promised(holdings, event.request, event.local_tokens, event.local_tokens + event.external_tokens)
 
 
 def _saved(holdings: Holdings, event: ev.SavePlanned) -> None:
@@ -46,10 +38,11 @@ def _saved(holdings: Holdings, event: ev.SavePlanned) -> None:
             keep_newest(holdings.saved_keys, KEYS_KEPT)
 
 
-def _promised(holdings: Holdings, request: int, start: int, stop: int) -> None:
+def _promised(holdings: Holdings, event: ev.Admitted) -> None:
     """Report promised tokens whose chunks were saved under other classes only."""
-    own = holdings.isolation.get(request)
-    if own is None or request not in holdings.store_keys:
+    request, start = event.request, event.local_tokens
+    stop, own = start + event.external_tokens, holdings.isolation.get(request)
+    if own is None or request not in holdings.store_keys or start >= stop:
         return
     size, keys = holdings.store_keys[request]
     tokens, first, writer, differs = 0, -1, "", [""]
@@ -64,3 +57,6 @@ def _promised(holdings: Holdings, request: int, start: int, stop: int) -> None:
         tokens += min(end, stop) - max(start, end - size)
     if first >= 0:
         holdings.report(ForeignLoad(tokens, first, writer, differs), request)
+
+
+FOLLOWING: Following = {ev.SavePlanned: _saved, ev.Admitted: _promised}

@@ -14,9 +14,9 @@ from ... import events as ev
 from ... import pool_calls
 from ...causes import REPLAY
 from .entries import ReadInvalid
-from .holdings import Holdings, Scheduled
+from .holdings import Following, Holdings
 from .provenance import ABSENT, LEFT, lacks_of
-from .records import TABLE, Absent, Block, Holder, Pool
+from .records import TABLE, Absent, Block, Holder, Pool, table_holders
 
 OF_WHOLE_TABLES = ("free", "free_blocks")
 """Calls of the engine that free the whole table of a request: its life ends."""
@@ -37,26 +37,22 @@ def freed(
     windowed = holder.kind == TABLE and holder.group in pool.windows and record.begin >= 0
     if not windowed or event.by in OF_WHOLE_TABLES:
         return
-    if all(other.request != holder.request for other in record.holders):
+    if all(other.request != holder.request for other in record.holders.values()):
         left = Absent(holder.life, record.room_end, block)
         holdings.leaving.append((event.step, holder.request, event.pool, holder.group, left))
 
 
-def after(holdings: Holdings, event: ev.Event, step: int, scheduled: Scheduled) -> None:
-    """Called after an event other than those of the pools, when steps up to ``step`` have been posted."""
-    if isinstance(event, ev.Stepped | ev.Repeated):
-        _steps_posted(holdings, step, isinstance(event, ev.Repeated), scheduled)
-    elif isinstance(event, ev.Admitted):
-        _admitted(holdings, event)
-    elif isinstance(event, ev.Delivered | ev.DeliveredWhole):
-        for request in holdings.left:
-            account = holdings.account(request)
-            if account is not None and account.drafted and account.in_flight:
-                _begins(holdings, request, account.in_flight[-1].start, step)
-    elif isinstance(event, ev.LoadFailed):
-        account = holdings.account(event.request)
-        if account is not None:
-            _begins(holdings, event.request, account.computed, step + 1)
+def _delivered(holdings: Holdings, event: ev.Delivered | ev.DeliveredWhole) -> None:
+    for request in holdings.left:
+        account = holdings.account(request)
+        if account is not None and account.drafted and account.in_flight:
+            _begins(holdings, request, account.in_flight[-1].start, holdings.requests.posted_step)
+
+
+def _load_failed(holdings: Holdings, event: ev.LoadFailed) -> None:
+    account = holdings.account(event.request)
+    if account is not None:
+        _begins(holdings, event.request, account.computed, holdings.requests.posted_step + 1)
 
 
 def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
@@ -77,8 +73,8 @@ def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
                 (pool_no, block) in filled
                 for pool_no, block in holdings.held.get(event.request, ())
                 if pool_no == number
-                for holder in pool.records[block].holders
-                if (holder.kind, holder.request, holder.group) == (TABLE, event.request, group)
+                for holder in table_holders(pool, pool.records[block], event.request)
+                if holder.group == group
             ]
             size, own = pool.groups[group][0], sum(in_table)
             hits = len(in_table) - own
@@ -95,7 +91,11 @@ def _begins(holdings: Holdings, request: int, start: int, step: int) -> None:
     holdings.begun[request] = min((start, step), holdings.begun.get(request, (start, step)))
 
 
-def _steps_posted(holdings: Holdings, step: int, repeated: bool, scheduled: Scheduled) -> None:
+def _steps_posted(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+    if not holdings.begun and not holdings.leaving:
+        return
+    step, scheduled = holdings.requests.posted_step, holdings.requests.scheduled
+    repeated = isinstance(event, ev.Repeated)
     begun, holdings.begun = holdings.begun, {}
     for request, (start, of_step) in begun.items():
         if scheduled(request):
@@ -152,3 +152,13 @@ def life_ends(holdings: Holdings, request: int) -> None:
     """A life ends: its tables are gone."""
     holdings.left.pop(request, None)
     holdings.begun.pop(request, None)
+
+
+FOLLOWING: Following = {
+    ev.Stepped: _steps_posted,
+    ev.Repeated: _steps_posted,
+    ev.Admitted: _admitted,
+    ev.Delivered: _delivered,
+    ev.DeliveredWhole: _delivered,
+    ev.LoadFailed: _load_failed,
+}

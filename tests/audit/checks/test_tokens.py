@@ -104,7 +104,7 @@ def test_a_negative_hit_clamped_at_0_makes_the_sum_wrong():
 
 @violates("tokens/source-sum")
 def test_a_settlement_with_a_wrong_sum_is_found():
-    account = Account(0, "request-0", 100, at=0)
+    account = Account(0, "request-0", 100, 0)
     settlement = Settlement(100, 20, 10, 10, 50, 0, at=0, step=1)
 
     (witness,) = source_sum(Entry(0, 1, 0, settlement, account))
