@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
+from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
 
 WALL_SECONDS = 1_767_225_600.0
@@ -38,10 +39,17 @@ def started(at: int, engine: int) -> ev.EngineStarted:
     return ev.EngineStarted(at, wall, "vllm", "0.32.0", "v1", "tokens", 4000 + engine, configuration)
 
 
-def write_journal(folder: Path, requests: int, seed: int, engine: int = 0, mix: Mix | None = None) -> int:
+def write_journal(
+    folder: Path,
+    requests: int,
+    seed: int,
+    engine: int = 0,
+    mix: Mix | None = None,
+    limits: Limits = EVERYTHING,
+) -> int:
     """Write one engine's journal into ``folder``; returns its number of events."""
     simulated = Simulated(requests, seed + engine, mix)
-    writer = JournalWriter(folder, EVERYTHING)
+    writer = JournalWriter(folder, limits)
     writer.rotate()
     writer.write([started(0, engine), ev.Snapshot(0, 0, [], 0)])
     for events in simulated.events():
@@ -54,6 +62,16 @@ def write_journal(folder: Path, requests: int, seed: int, engine: int = 0, mix: 
     writer.close()
     assert not writer.lost_events
     return writer.written_events
+
+
+MIX = Mix(running=24, waiting=6, median_output=40)
+
+
+def cut_trace(folder: Path, mix: Mix = MIX, requests: int = 4_000, segment: int = 60_000) -> Path:
+    """A simulated engine's journal in many small segments."""
+    write_journal(folder, requests, 5, mix=mix, limits=Limits(folder_bytes=1 << 40, segment_bytes=segment))
+    assert 6 < len(segments(folder))
+    return folder
 
 
 def write_trace(folder: Path, requests: int, *, engines: int = 1, seed: int = 0, jobs: int = 1) -> list[int]:

@@ -80,6 +80,7 @@ class Auditor:
                     *self._subscribed.get(subject, ()),
                     (row, row.check),
                 )
+        self.ledger.wanted = frozenset(self._subscribed)
 
     @property
     def engine(self) -> str:

@@ -186,8 +186,9 @@ def _invalid_hits(account: Account) -> int:
 
 
 def enter(state: LedgerState, event: ev.Event, account: Account | None = None) -> None:
-    """Make an entry of the event itself."""
-    state.entries.append(Entry(state.number, state.step, state.at, event, account))
+    """Make an entry of the event itself, if somebody checks it."""
+    if state.wanted is None or type(event) in state.wanted:
+        state.entries.append(Entry(state.number, state.step, state.at, event, account))
 
 
 def enter_subjects(state: LedgerState, findings: list[BlockFinding], step: int) -> None:

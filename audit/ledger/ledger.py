@@ -148,7 +148,8 @@ class Ledger(LedgerState):
         self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
     ) -> None:
         super().__init__(keep_closed=keep_closed, watch=watch, counted=counted)
-        self.blocks.requests = self
+        blocks = self.blocks
+        blocks.requests = self
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event and return the entries it made, in order."""
@@ -166,6 +167,14 @@ class Ledger(LedgerState):
     def posted(self, request: int) -> Account | None:
         """The open account of a request, posted up to now."""
         return posted(self, request)
+
+    def sequence_tokens(self, request: int) -> int:
+        """Length of a request's sequence up to now; -1: not known. It posts nothing: blocks ask it often."""
+        account = self.living.get(request)
+        if account is None or account.unknown is not None:
+            return -1
+        deferred = self.delivered_steps - account.steady_delivered if account.steady_scheduled >= 0 else 0
+        return account.sequence_tokens + deferred
 
     def scheduled(self, request: int) -> tuple[int, int] | None:
         """Tokens and drafts that the last step that was posted scheduled of a request; None if it did not."""

@@ -7,7 +7,7 @@ of this folder.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from .. import events as ev
 from .account import Account
@@ -59,6 +59,8 @@ class LedgerState:
         """The last step of which is posted what it scheduled."""
         self.at = 0
         """Time of the last event posted."""
+        self.wanted: Container[type] | None = None
+        """The types of events of which somebody checks the entries; None: of all."""
         self.entries: list[Entry] = []
         """Entries of the event that is being posted."""
 

@@ -72,29 +72,34 @@ class EventAudit(Observed):
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; returns the findings that are new."""
-        auditor = self.auditor
+        auditor, workers = self.auditor, self.workers
+        ledger = auditor.ledger
         from_workers: list[Violation] = []
-        if 0 <= self.workers.next_step <= auditor.ledger.step and type(event) in AFTER_PLANNING:
+        if 0 <= workers.next_step <= ledger.step and type(event) in AFTER_PLANNING:
             from_workers = self._feed_worker_steps()
-        if self.workers.calls and isinstance(event, Stepped | WeightsChanged):
-            self._feed_worker_calls(auditor.ledger.clock + event.at / 1e6)
-        findings = self._post(event, number)
-        if from_workers:
-            findings = from_workers + findings
-        if findings and self.window.bounded:
+        if workers.calls and isinstance(event, Stepped | WeightsChanged):
+            self._feed_worker_calls(ledger.clock + event.at / 1e6)
+        if self.window.bounded:
+            findings = from_workers + self._post(event, number)
             placed = ((one.request, False) for one in findings if one.request)
             self.journal.window.requests.update(placed)
+        else:
+            findings = auditor.feed(event, number)
+            if from_workers:
+                findings = from_workers + findings
         for observe in self.on_event:
             observe(event)
-        try:
-            for handle in self._handlers.get(type(event), ()):
-                handle(event)
-            if auditor.ledger.closed:
-                self.event = event
-                self._add_closed()
-        except Exception:
-            auditor.note_failure(event)
-            auditor.ledger.closed.clear()
+        handlers = self._handlers.get(type(event))
+        if handlers or ledger.closed:
+            try:
+                for handle in handlers or ():
+                    handle(event)
+                if ledger.closed:
+                    self.event = event
+                    self._add_closed()
+            except Exception:
+                auditor.note_failure(event)
+                ledger.closed.clear()
         return findings
 
     def _post(self, event: Event, number: int) -> list[Violation]:

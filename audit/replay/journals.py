@@ -34,7 +34,6 @@ from .observers import KeptAccounts, Reconciled, taken
 from .parallel import Run, here, readable
 from .request_span import request_span
 from .shared_transfers import compare_transfers
-from .spans import Piece, Span, SpanAudit, joined, split_run
 from .window_start import skip_to_window
 from .windows import EVERYTHING, Window
 
@@ -147,11 +146,7 @@ def audit_paths(
     """
     observers = (Reconciled, *observers)
     replay = partial(_replay, observers=observers, window=window)
-    found = journals_at(paths)
-    if window.bounded or KeptAccounts in observers:
-        audits = list(readable(run, replay, found))
-    else:
-        audits = list(split_run(run, found, partial(_piece, observers=observers), joined, replay))
+    audits = list(readable(run, replay, journals_at(paths)))
     compare_journals(audits)
     return Audit(audits)
 
@@ -186,14 +181,6 @@ def _replay_requests(path: Path, *, watch: Watch, window: Window) -> EngineAudit
     audit = EngineAudit(path, (KeptAccounts,), watch=watch, window=window)
     part.replay(audit)
     return audit
-
-
-def _piece(span: Span, *, observers: Sequence[ObserverKind] = ()) -> Piece:
-    audit = EngineAudit(span.path, observers)
-    part = SpanAudit(audit, span)
-    for _ in part.accounts():
-        pass
-    return Piece(audit, part.begin, part.end)
 
 
 class RequestStatement:

@@ -2,7 +2,7 @@
 
 A scan decodes all of the journal and notes only who arrives, who ends, and where a census is. From that
 follows a *cut*: the end of a batch before the request arrived, whose running requests had all ended by then,
-with a later census and some more events in between. On these terms spans are handed over (``spans.py``), so a
+with a later census and some more events in between. So a
 replay from the cut has the state of a whole one when the request arrives. It is over when the request has
 ended.
 
@@ -20,8 +20,10 @@ from .. import events as ev
 from ..journal.reader import Batch, Position, Reader
 from ..ledger.ledger_state import Watch
 from .engine_audit import EngineAudit
-from .spans import SETTLED_EVENTS
 from .worker_journals import WorkerJournals
+
+SETTLED_EVENTS = 2_000
+"""Events between the end of the last request that ran at a cut and that from which a replay is exact."""
 
 
 class Cut(NamedTuple):

@@ -134,7 +134,7 @@ REBUILT: dict[type, frozenset[str]] = {
     EngineAudit: _BY_CALLER,
     FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
-    Ledger: frozenset({"keep_closed", "watch", "counted", "entries"}),
+    Ledger: frozenset({"keep_closed", "watch", "counted", "wanted", "entries"}),
     BlockLedger: frozenset({"findings", "requests", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
@@ -176,11 +176,6 @@ def capture(audit: EngineAudit) -> bytes:
     encode = msgspec.msgpack.encode
     observers = {type(one).__name__: msgspec.Raw(encode(one.saved)) for one in audit.observers}
     return encode(_Captured(layout(), _Writer().value(audit), observers))
-
-
-def plain(value: Any) -> Any:
-    """Any value of an audit as scalars and lists. Raises TypeError for a value of an unknown class."""
-    return _Writer().value(value)
 
 
 def restore(data: bytes, audit: Audit) -> Audit:

@@ -1,6 +1,6 @@
 """What everything that has ended in an engine adds up to: ``earlier + later``, by one rule.
 
-The spans of a journal, the engines of one name, a window and a restarted reader all are the state of the last
+The engines of one name, a window and a restarted reader all are the state of the last
 part with the sum of all parts. Nothing in these sums decides how the next event is audited.
 """
 

@@ -21,12 +21,11 @@ CountsState = tuple[int, list[int]]
 
 
 class Activity:
-    """Follows one engine, batch by batch. ``at_cut``: the requests in the engine where the counting began."""
+    """Follows one engine, batch by batch."""
 
     def __init__(self, audit: EngineAudit) -> None:
         self.series = Series()
         """Requests, preemptions and resets."""
-        self.at_cut: CountsState = (0, [])
         self._audit = audit
         """The audit that reads the journal; it knows the clock and the window."""
         self._counts = RequestCounts()
@@ -40,12 +39,6 @@ class Activity:
     def go_on(self, series: Series, counts: CountsState) -> None:
         """Go on from an earlier activity of the same engine."""
         self.series, self._counts = series, RequestCounts(*counts)
-
-    def skip(self, events: Iterable[ev.Event]) -> None:
-        """Follow events that belong to the span before, so that only the present counts are known."""
-        for event in events:
-            self._counts.feed(event)
-        self.at_cut = self._counts.state
 
     def add(self, events: Iterable[ev.Event]) -> None:
         """Add a batch."""

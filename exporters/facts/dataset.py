@@ -21,11 +21,10 @@ import msgspec
 from ...audit.errors import LedgerError
 from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here, readable
-from ...audit.replay.spans import split_run
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
-from .kept import has_one, journals_and_sessions
-from .replayed import Replayed, Wanted, joined_spans, replayed, replayed_span
+from .kept import journals_and_sessions
+from .replayed import Wanted, replayed
 from .schema import ENGINES, TABLES
 from .tables import SQL_TYPES, Facts, connect, lock, mount, spill_to
 
@@ -46,13 +45,8 @@ def facts(
     whole = partial(replayed, window=window, wanted=wanted)
     with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder:
         files: dict[str, list[str]] = {name: [] for name in TABLES}
-        found: Iterator[Replayed]
-        if window.bounded or any(map(has_one, journals)):
-            found = readable(run, whole, journals)
-        else:
-            found = split_run(run, journals, partial(replayed_span, wanted=wanted), joined_spans, whole)
         replays = []
-        for one in found:
+        for one in readable(run, whole, journals):
             for name, parts in one.tables.items():
                 for part in parts:
                     path = Path(folder) / f"{name}-{len(files[name])}.parquet"

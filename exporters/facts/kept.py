@@ -390,11 +390,6 @@ def settle(folder: Path, session: Session) -> None:
                 draft_of(path).rename(path)
 
 
-def has_one(path: Path) -> bool:
-    """Whether the journal was compacted, or this is the session of one that is gone."""
-    return is_session(path) or os.path.lexists(place(path))
-
-
 def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
     """Every journal at ``paths``, and the sessions of compacted journals that are gone.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -22,9 +21,8 @@ from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts, Steps, taken
-from ...audit.replay.spans import Piece, Span, SpanAudit, joined
 from ...audit.replay.window_start import skip_to_window
-from ...audit.replay.windows import EVERYTHING, Window
+from ...audit.replay.windows import Window
 from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState
 from .engine import EngineFacts, engine_facts
@@ -266,44 +264,6 @@ def _by_table(folder: Path, files: Sequence[KeptFile]) -> Files:
 
 def _result(audit: EngineAudit, tables: dict[str, list[bytes]], wanted: Wanted) -> Replayed:
     return Replayed(engine_facts(audit), tables, audit if wanted.audit else None)
-
-
-class ReplayedSpan(msgspec.Struct):
-    """The rows of one span of a journal, and the requests in the engine at its beginning and end."""
-
-    piece: Piece
-    tables: dict[str, list[bytes]]
-    wanted: Wanted
-    activity: Activity | None = None
-
-
-def replayed_span(span: Span, wanted: Wanted) -> ReplayedSpan:
-    """Replay a span of a journal."""
-    audit = _audit(span.path, EVERYTHING, wanted)
-    memory = InMemory()
-    part, collector = SpanAudit(audit, span), RowCollector(audit, wanted, memory.add)
-    for events, accounts, counted in part.batches():
-        if counted:
-            collector.add(events, accounts)
-        elif collector.activity is not None:
-            collector.activity.skip(events)
-    collector.end()
-    return ReplayedSpan(Piece(audit, part.begin, part.end), memory.files(), wanted, collector.activity)
-
-
-def joined_spans(spans: Sequence[ReplayedSpan]) -> Replayed | None:
-    """The rows of the whole journal; None if the spans do not fit."""
-    activities = [span.activity for span in spans if span.activity is not None]
-    if any(before.at_end != after.at_cut for before, after in pairwise(activities)):
-        return None
-    audit = joined([span.piece for span in spans])
-    if audit is None:
-        return None
-    tables = {name: [file for span in spans for file in span.tables[name]] for name in TABLES}
-    memory = InMemory()
-    memory.add("findings", finding_rows(audit, journal_name(audit.path), audit.violations))
-    tables["findings"] += memory.files()["findings"]
-    return _result(audit, tables, spans[0].wanted)
 
 
 def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:

@@ -11,39 +11,37 @@ from ..statements import CachedRange, GroupBlock
 from .holdings import Holdings
 from .isolation import isolation_below
 from .provenance import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
-from .records import NOT_SEEN, TABLE, UNKNOWN, Block, Operation, Pool, Removed, remember
+from .records import TABLE, UNKNOWN, Block, CachedHash, Holder, Operation, Pool, Removed, remember
 
 
 def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    number, step, stack = event.pool, event.step, event.stack
+    number, step, at, stack = event.pool, event.step, event.at, event.stack
     for named, group, tokens, blocks, hash_ids, ends in event.calls():
         if not blocks:
             _forget_hashes(holdings, pool)
         request, sequence_tokens, who = named, tokens, holdings.holder(TABLE, named, group)
         for block, hash_id, end in zip(blocks, hash_ids, ends, strict=True):
             if named < 0:
-                request = _sole_writer(holdings, pool, block)
-                sequence_tokens = _sequence_tokens(holdings, request, -1 - tokens)
-                who = holdings.holder(TABLE, request, group)
-                holdings.newly_cached.append((number, request, [block], [end]))
+                who = _sole_writer(holdings, pool, block) or NOBODY
+                request = who.request
+                sequence_tokens = holdings.requests.sequence_tokens(request)
+                if sequence_tokens >= 0:  # and one token for each output that was not emitted yet
+                    sequence_tokens += -1 - tokens
+            holdings.newly_cached.append((number, request, block, end))
             whose = who.request_id
             operation = Operation(
-                step, event.at, "cached", "cache_blocks", whose, who.life, group, stack, [hash_id], end
+                step, at, "cached", "cache_blocks", whose, who.life, group, stack, [hash_id], end
             )
             _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
-            covered = pool.ends.setdefault(hash_id, end)
-            if hash_id not in pool.since:
-                pool.since[hash_id] = step, request
+            covered = pool.hashes[hash_id].end
             if covered != end:
                 holdings.report_cached(HASHED_OTHERWISE, whose, number, block, end, covered, request)
             elif end > sequence_tokens >= 0:
                 holdings.report_cached(SEQUENCE, whose, number, block, end, sequence_tokens, request)
                 pool.records[block].wrong = [(sequence_tokens, end, SEQUENCE)]
-        if named >= 0:
-            holdings.newly_cached.append((number, named, blocks, ends))
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -54,18 +52,12 @@ def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
     pool.has_hash, pool.hashes_known = UNKNOWN, False
 
 
-def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> int:
+def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> Holder | None:
     """The request that fills a block: the youngest one whose table holds the block."""
     for holder in reversed(holdings.record(pool, block).holders.values()):
         if holder.kind == TABLE:
-            return holder.request
-    return UNKNOWN
-
-
-def _sequence_tokens(holdings: Holdings, request: int, unemitted: int) -> int:
-    """Length of a request's sequence: the account's, and one token for each output not yet emitted."""
-    account = holdings.account(request)
-    return UNKNOWN if account is None or account.unknown is not None else account.sequence_tokens + unemitted
+            return holder
+    return None
 
 
 def _hash(
@@ -83,7 +75,8 @@ def _hash(
     if event.replaced:
         holdings.drop_hashes(pool, record)
     removed = pool.removed.get(hash_id)
-    if removed is not None or hash_id in pool.hashes:
+    cached = pool.hashes.get(hash_id)
+    if removed is not None or cached is not None:
         before = list(_had_before(pool, record, hash_id, request, removed))
         note = _note_cached_before if group in pool.prefix_groups else _note_in_group
         note(holdings, pool, group, request, end, before)
@@ -91,7 +84,9 @@ def _hash(
         pool.removed[hash_id] = (*removed[:2], event.step, *removed[3:])
     if hash_id not in record.hash_ids:
         record.hash_ids.append(hash_id)
-        pool.hashes[hash_id] = pool.hashes.get(hash_id, 0) + 1
+        if cached is None:
+            cached = pool.hashes[hash_id] = CachedHash(end, event.step, request)
+        cached.blocks += 1
     record.has_hash = 1
     several = len(record.hash_ids) > 1
     record.end = max(end, record.end) if several else end
@@ -105,6 +100,10 @@ def _hash(
         allocated = record.allocations[-2] if record.allocations else UNKNOWN
         holdings.hash_awaited.discard((event.pool, block))
         holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
+
+
+NOBODY = Holder(TABLE, UNKNOWN, "", 0, UNKNOWN)
+"""Who filled a block that no table holds."""
 
 
 class _Had(NamedTuple):
@@ -125,10 +124,9 @@ def _had_before(
     if removed is not None:
         (since, by), left, came_back, how, got = removed
         yield _Had(since, by, left, came_back, how, got == request)
-    if hash_id in pool.hashes and hash_id not in record.hash_ids:
-        since, by = pool.since.get(hash_id, NOT_SEEN)
-        if by != request:
-            yield _Had(since, by, UNKNOWN, UNKNOWN, "", False)
+    cached = pool.hashes.get(hash_id)
+    if cached is not None and hash_id not in record.hash_ids and cached.request != request:
+        yield _Had(cached.step, cached.request, UNKNOWN, UNKNOWN, "", False)
 
 
 def _note_cached_before(
@@ -172,8 +170,6 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
         holdings.drop_hashes(pool, record, event.step, RESET)
         record.has_hash = 0
     pool.hashes.clear()
-    pool.ends.clear()
-    pool.since.clear()
     pool.has_hash, pool.hashes_known = 0, True
 
 
@@ -187,14 +183,11 @@ HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
 def check_pending(holdings: Holdings) -> None:
     """Report blocks that were cached before an asynchronous load has filled them."""
     hashed, holdings.newly_cached = holdings.newly_cached, []
-    for number, request, blocks, ends in hashed:
-        account, pool = holdings.account(request), holdings.pools.get(number)
+    for number, request, block, end in hashed:
+        account = holdings.requests.living.get(request)
         life = account.life if account is not None else None
-        if account is None or life is None or pool is None:
+        if account is None or life is None or not life.asynchronous or not life.pending or life.ran:
             continue
-        if not life.asynchronous or not life.pending or life.ran:
-            continue
-        for block, end in zip(blocks, ends, strict=True):
-            record = pool.records.get(block)
-            if record is not None and record.cached_for == request and end > life.local:
-                holdings.report_cached(PENDING, account.request_id, number, block, end, life.local, request)
+        record = holdings.pools[number].records.get(block) if number in holdings.pools else None
+        if record is not None and record.cached_for == request and end > life.local:
+            holdings.report_cached(PENDING, account.request_id, number, block, end, life.local, request)

@@ -18,7 +18,6 @@ from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
 from .records import (
     DEFERRED,
-    NOT_SEEN,
     PIN,
     TABLE,
     UNKNOWN,
@@ -51,6 +50,9 @@ class Requests(Protocol):
 
     def posted(self, request: int) -> Account | None:
         """The open account of a request, posted up to now."""
+
+    def sequence_tokens(self, request: int) -> int:
+        """Length of a request's sequence up to now; -1: not known."""
 
     def scheduled(self, request: int) -> tuple[int, int] | None:
         """Tokens and drafts that the last posted step scheduled of a request; None if it did not."""
@@ -106,8 +108,8 @@ class Holdings:
         """Where the last state ends of a request whose count fell and that no step has scheduled since."""
         self.rewrites: dict[int, Rewrite] = {}
         """By session: the cached blocks that its next turn is to write over."""
-        self.newly_cached: list[tuple[int, int, list[int], list[int]]] = []
-        """What this step cached: pool, request, blocks, ends. Checked against loads after the step."""
+        self.newly_cached: list[tuple[int, int, int, int]] = []
+        """What this step cached: pool, request, block, end. Checked against loads after the step."""
         self.preempted_cached: list[tuple[int, int, int, int]] = []
         """Cached blocks of preempted requests, which lack positions: pool, block, hash id, step."""
         self.hash_awaited: set[tuple[int, int]] = set()
@@ -187,35 +189,43 @@ class Holdings:
 
     def remove_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Take a reference from a block."""
-        holders, place = record.holders, (pool, block)
         key = table_key(holder.request, holder.group)
-        if holders.get(key) is not holder:
-            key = next(key for key, held in holders.items() if held is holder)
+        if record.holders.get(key) is not holder:
+            key = next(key for key, held in record.holders.items() if held is holder)
             record.other_holders -= 1
-        del holders[key]
+        if holder.kind == TABLE and holder.request >= 0:
+            self.drop_table_holder(pool, block, record, key, holder.request)
+            return
+        del record.holders[key]
         if holder.kind == DEFERRED:
-            self.deferred.pop(place, None)
-        elif holder.kind == TABLE and (held := self.held.get(holder.request)) is not None:
+            self.deferred.pop((pool, block), None)
+
+    def drop_table_holder(self, pool: int, block: int, record: Block, key: int, request: int) -> None:
+        """Take the reference with this key, of a table of a request, from a block."""
+        del record.holders[key]
+        held = self.held.get(request)
+        if held is not None:
+            place = pool, block
             times = held.get(place, 0)
             if times > 1:
                 held[place] = times - 1
             elif times:
                 del held[place]
                 if not held:
-                    del self.held[holder.request]
+                    del self.held[request]
 
     def drop_hashes(
         self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "", request: int = UNKNOWN
     ) -> None:
         """Take all hashes from a block. ``how``: remember that they left the cache map, why, and for whom."""
         for hash_id in record.hash_ids:
-            pool.hashes[hash_id] -= 1
-            if not pool.hashes[hash_id]:
+            cached = pool.hashes[hash_id]
+            cached.blocks -= 1
+            if not cached.blocks:
                 del pool.hashes[hash_id]
-                pool.ends.pop(hash_id, None)
-                since = pool.since.pop(hash_id, NOT_SEEN)
                 pool.removed.pop(hash_id, None)
                 if how:
+                    since = cached.step, cached.request
                     pool.removed[hash_id] = (since, step, UNKNOWN, how, request)
                     keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
         record.hash_ids = []

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
 from ... import events as ev
 from ... import pool_calls
 from ...causes import EVICTED
@@ -26,6 +24,7 @@ from .records import (
     UNKNOWN,
     Block,
     Holder,
+    Operation,
     Pool,
     oldest,
     remember,
@@ -57,6 +56,7 @@ def _allocate(
         holdings.demand.hold(request, used(pool))
     number, records = event.pool, pool.records
     done = holdings.operation(event, "allocated", event.by, request, group)
+    said = done.step, done.at, done.what, done.by, done.request_id, done.life, group, done.stack
     holder = Holder(TABLE, request, done.request_id, done.life, group) if request >= 0 else AS_PIN
     if pool.null_block in blocks:
         blocks = [block for block in blocks if block != pool.null_block]
@@ -64,7 +64,7 @@ def _allocate(
     for block in blocks:
         record = records.get(block) or holdings.record(pool, block)
         if evicted := record.hash_ids:
-            remember(record, replace(done, hash_ids=evicted))
+            remember(record, Operation(*said, evicted))
         else:
             remember(record, done)
         if record.has_hash or evicted or record.end:
@@ -154,7 +154,10 @@ def _release(
     if event.request >= 0:
         key = table_key(event.request, event.group)
         known = record.holders.get(key) if event.group >= 0 else None
-        for held in table_holders(pool, record, event.request) if known is None else (known,):
+        if known is not None:
+            holdings.drop_table_holder(event.pool, block, record, key, event.request)
+            return known
+        for held in table_holders(pool, record, event.request):
             if event.group in (held.group, UNKNOWN):
                 holdings.remove_holder(event.pool, block, record, held)
                 return held

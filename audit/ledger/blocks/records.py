@@ -14,9 +14,6 @@ OPERATIONS_KEPT = 6
 UNKNOWN = -1
 """A count, request or step that is not known."""
 
-NOT_SEEN = UNKNOWN, UNKNOWN
-"""The step and the request that cached a hash id before the observation."""
-
 TABLE, DEFERRED, COPY, PIN = "table", "deferred", "copy", "pin"
 """Kinds of holders, see :class:`Holder`."""
 
@@ -188,6 +185,19 @@ Removed: TypeAlias = tuple[tuple[int, int], int, int, str, int]
 of its return (-1: none yet), how it left, and the request that got its block (-1: none)."""
 
 
+class CachedHash(msgspec.Struct, gc=False):
+    """A hash id in the cache map."""
+
+    end: int
+    """The end of the positions that the hash covers."""
+    step: int
+    """The step since which it is there."""
+    request: int
+    """For which request it came."""
+    blocks: int = 0
+    """How many blocks have it."""
+
+
 class Pool(msgspec.Struct):
     """One block pool."""
 
@@ -203,8 +213,8 @@ class Pool(msgspec.Struct):
     """Length of the free queue, by the ledger's own count."""
     groups: dict[int, tuple[int, bool]]
     """By group: tokens per block, and whether an index in a table is a position."""
-    hashes: dict[int, int]
-    """Number of blocks by hash id."""
+    hashes: dict[int, CachedHash]
+    """The cache map, by hash id."""
     hashes_known: bool
     """Whether ``hashes`` are all hashes of the cache map."""
     prefix_groups: list[int] = []
@@ -213,10 +223,6 @@ class Pool(msgspec.Struct):
     """By group: what a token reads; a group that is absent has no window, or it is not known."""
     states: list[int] = []
     """Groups of states: a block has one checkpoint, of the prefix that ends with its last position."""
-    ends: dict[int, int] = {}
-    """By hash id: the end of the positions that the hash covers."""
-    since: dict[int, tuple[int, int]] = {}
-    """By hash id: the step since which it has been in the cache map, and for whom, where that was seen."""
     removed: dict[int, Removed] = {}
     """Hash ids that left the cache map."""
     records: dict[int, Block] = {}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests import journals
-from tests.audit.replay.test_spans import MIX, cut_trace
 from tests.audit.replay.test_window_start import LONG, segments_with
 from tests.histories import weave
+from tests.simulated_trace import MIX, cut_trace
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Gap, HookFailed, RequestAdded, Snapshot

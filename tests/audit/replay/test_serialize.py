@@ -46,7 +46,7 @@ NOT_CARRIED = {
         "workers",
     },
     Auditor: {"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"},
-    Ledger: {"keep_closed", "watch", "counted", "entries"},
+    Ledger: {"keep_closed", "watch", "counted", "wanted", "entries"},
     BlockLedger: {"findings", "requests", "refilled"},
     RecordedEvents: {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"},
     RecentCounts: {"_changes", "_dropped", "_order"},

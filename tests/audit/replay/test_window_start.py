@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from tests import journals
-from tests.audit.replay.test_spans import MIX, cut_trace
 from tests.histories import weave
 from tests.simulated import Mix
+from tests.simulated_trace import MIX, cut_trace
 
 from kvledger.audit.events import Snapshot, SnapshotRow
 from kvledger.audit.journal.format import segments

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.audit.replay.test_spans import cut_trace
 from tests.exporters.facts.test_compact import HOUR, MINUTE, SLOWER, approximately, count_batches
 from tests.exporters.facts.test_compact import Engine as PlainEngine
-from tests.simulated_trace import WALL_SECONDS
+from tests.simulated_trace import WALL_SECONDS, cut_trace
 
 from kvledger.audit import events as ev
 from kvledger.audit.checks.registry import is_once
