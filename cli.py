@@ -51,19 +51,19 @@ SHELLS = "bash|zsh|fish"
 def audit(
     paths: list[Path] = opt.PATHS,
     verbose: bool = opt.VERBOSE,
-    format: str = choice("--format text|json|csv|github|sarif", "The output format."),
+    format: str = choice("--format text|json|csv|github", "The output format."),
     fail_on: str = choice("--fail-on violation|drift", "What exit code 1 stands for, beside a violation."),
     read: Reading = ALL,
 ) -> Report:
     """Check every account in the journals and print the verdict.
 
     Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding. As
-    github: annotations for GitHub Actions. As sarif: a SARIF 2.1.0 log.
+    github: annotations for GitHub Actions.
     """
     from .audit.replay.journals import audit_paths
     from .audit.replay.observers import Lost, Steps
     from .exporters.reports import annotations, audit_text
-    from .exporters.reports.audit_data import as_json, findings_csv, report
+    from .exporters.reports.audit_data import findings_csv, report
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
@@ -77,15 +77,12 @@ def audit(
     for note in result.notes if format == "csv" else ():  # csv has no place for them
         typer.echo(note, err=True)
 
-    def sarif(result: Any) -> str:
-        return as_json(annotations.sarif(result, annotations.paths_of(audited.engines)))
-
     return Report(
         result,
         partial(audit_text.render, verbose=verbose),
         findings_csv,
         code=CODES["violated" if fail_on == "drift" and result.drift else result.verdict],
-        others={"github": annotations.github, "sarif": sarif},
+        others={"github": annotations.github},
     )
 
 

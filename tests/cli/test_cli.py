@@ -193,7 +193,7 @@ def test_a_corrupted_segment_is_named_and_makes_the_verdict_unknown(run: Any, cl
     ("words", "expected"),
     [
         (("audit",), "Missing argument"),
-        (("audit", "x", "--format", "xml"), "'xml' is none of text, json, csv, github and sarif"),
+        (("audit", "x", "--format", "xml"), "'xml' is none of text, json, csv and github"),
         (("audit", "x", "--frmat", "json"), "No such option: --frmat"),
         (("adit",), "No such command 'adit'"),
         (("show", "x"), "Missing argument 'PATH'; write kvledger show PATH... REQUEST"),
@@ -841,9 +841,7 @@ def test_no_command_prints_a_control_character_of_a_request_id(
         assert "verdict: clean" not in text.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("format", "priced"), [("csv", False), ("github", False), ("sarif", False), ("json", True)]
-)
+@pytest.mark.parametrize(("format", "priced"), [("csv", False), ("github", False), ("json", True)])
 def test_audit_prices_lost_work_only_where_it_is_printed(
     run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch, format: str, priced: bool
 ) -> None:

@@ -1,8 +1,7 @@
-"""Audits as annotations of GitHub Actions and as SARIF."""
+"""Audits as annotations of GitHub Actions."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +51,3 @@ def test_findings_of_one_invariant_are_one_annotation(tmp_path: Path) -> None:
 
 def test_a_line_break_and_a_percent_sign_are_escaped() -> None:
     assert "::error title=a%2Cb::100%25%0Aof" == annotations._command("error", "a,b", "100%\nof")
-
-
-def test_sarif_has_one_rule_per_invariant_and_one_result_per_finding(run: Any, tmp_path: Path) -> None:
-    journal = journals.violated(tmp_path / "one")
-    code, out = run(journal, "sarif")
-    log = json.loads(out)
-    (ran,) = log["runs"]
-    rules, results = ran["tool"]["driver"]["rules"], ran["results"]
-    (negative,) = [row for row in results if row["ruleId"] == "tokens/negative"]
-
-    assert (1, "2.1.0") == (code, log["version"])
-    assert {row["ruleId"] for row in results} == {rule["id"] for rule in rules}
-    assert all(rules[row["ruleIndex"]]["id"] == row["ruleId"] for row in results)
-    assert "error" == negative["level"]
-    (location,) = negative["locations"]
-    assert journal.as_uri() == location["physicalLocation"]["artifactLocation"]["uri"]
-    assert location["logicalLocations"][0]["fullyQualifiedName"].endswith("/request-0")
-
-
-def test_a_journal_below_the_working_folder_has_a_relative_uri(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Code scanning shows results of files in the repository only."""
-    monkeypatch.chdir(tmp_path)
-
-    assert "journals/engine-1" == annotations._uri("journals/engine-1")
-
-
-def test_a_clean_run_has_no_results(run: Any, tmp_path: Path) -> None:
-    code, out = run(journals.clean(tmp_path / "one"), "sarif")
-
-    assert 0 == code
-    assert [] == json.loads(out)["runs"][0]["results"]
