@@ -188,7 +188,6 @@ def why(
     where: str = opt.WHERE,
     gpu_hour: float = opt.GPU_HOUR,
     session: str = opt.SESSION,
-    messages: Path | None = opt.MESSAGES,
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
@@ -206,7 +205,7 @@ def why(
         raise LedgerError("--session goes with none of --by, --where and --gpu-hour.")
     with read.journals(paths) as (places, window, run):
         if session:
-            told = of_sessions.turns(places, session=session, messages=messages, window=window, run=run)
+            told = of_sessions.turns(places, session=session, window=window, run=run)
             return Report(told, of_sessions.render_session, of_sessions.as_csv)
         found = report.why(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
         return Report(explained_with(found), report.render, report.as_csv)
@@ -419,7 +418,6 @@ def turns(
     paths: list[Path] = opt.BLOCK_PATHS,
     session: str = opt.SESSION,
     worst: int = option("--worst N", "How many sessions to list.", 20, min=1),
-    messages: Path | None = opt.MESSAGES,
     block_size: int = opt.BLOCK_SIZE,
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
@@ -437,7 +435,6 @@ def turns(
             session=session,
             most=worst,
             block_tokens=block_size,
-            messages=messages,
             window=window,
             run=run,
         )

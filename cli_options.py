@@ -143,9 +143,6 @@ BLOCK_SIZE = option(
     min=0,
 )
 SESSION = option("--session ID", "Print each turn of this session.", "")
-MESSAGES = option(
-    "--messages FILE", "What kvledger.exporters.message_log wrote: names the messages that changed."
-)
 JOURNAL_FOLDER = argument("DIR", "A folder of journals.")
 FOLDER = argument("DIR", "The folder to write.")
 TEXT = choice("--format text|json|csv", "The output format.")

@@ -10,39 +10,117 @@ without ``usage`` is not logged. A log that can't be written is reported once, a
 from __future__ import annotations
 
 import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from .asgi import Exchange, LineLog, Message, header
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger("vllm.kvledger")
 
 VARIABLE = "KVLEDGER_USAGE_LOG"
 
+LARGEST_BODY = 16 << 20
+"""Bytes of a body that are kept to be read; of a larger one nothing is."""
+LARGEST_LINE = 1 << 20
+"""Bytes of one line of a stream; a longer one is passed over."""
 
-class UsageLog(LineLog):
+
+class UsageLog:
     """Logs the usage of each response to the file that ``KVLEDGER_USAGE_LOG`` names."""
 
-    variable, what = VARIABLE, "usage figures"
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._path = os.environ.get(VARIABLE, "")
+        """Empty: nothing is logged."""
+        self._failed = False
+        """Whether a line could not be logged, and this was reported."""
+        if not self._path:
+            logger.warning("kvledger: %s is not set, so no usage figures are logged.", VARIABLE)
 
-    def exchange(self, scope: Message) -> Exchange:
-        """See the base."""
-        return _Usage(scope)
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request, and log it."""
+        if scope["type"] != "http" or not self._path:
+            await self._app(scope, receive, send)
+            return
+        response = _Response()
+
+        async def read(message: Message) -> None:
+            await send(message)
+            try:
+                response.read(message)
+            except Exception as error:
+                self._report(error)
+
+        try:
+            await self._app(scope, receive, read)
+        finally:
+            try:
+                usage = response.usage()
+                if usage is not None:
+                    self._write({"x_request_id": _header(scope, b"x-request-id"), **usage})
+            except Exception as error:
+                self._report(error)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with open(self._path, "a", encoding="utf-8") as log:
+            log.write(json.dumps({"at": time.time(), **line}) + "\n")
+
+    def _report(self, error: Exception) -> None:
+        """Say once that a line can't be logged, with the text of an I/O error and of no other one."""
+        if not self._failed:
+            self._failed = True
+            why = str(error) if isinstance(error, OSError) else type(error).__name__
+            logger.warning("kvledger: usage figures can't be logged to %s: %s.", self._path, why)
 
 
-class _Usage(Exchange):
-    """The ids and usage of one response."""
+class _Response:
+    """The ids and usage in a response: in its body, or in the last line of a stream that has usage."""
 
-    def __init__(self, scope: Message) -> None:
-        super().__init__(scope)
+    def __init__(self) -> None:
+        self._streams = False
         self._last: dict[str, Any] | None = None
-        """Those in the last text that had usage; None: none had."""
+        """Those of a stream; None: no line had any."""
+        self._kept = b""
+        """The body, or the beginning of the stream's next line; empty if it is too large."""
+        self._too_large = False
 
-    def read(self, text: bytes) -> None:
-        """Read a body, or the data of one event of a stream."""
-        self._last = _usage(text) or self._last
+    def read(self, message: Message) -> None:
+        """Read one message that the server sends."""
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        elif message["type"] == "http.response.body":
+            part = message.get("body", b"")
+            if self._streams:
+                *lines, part = (self._kept + part).split(b"\n")
+                self._kept = b""
+                for line in lines:
+                    if not self._too_large and line.startswith(b"data:"):
+                        self._last = _usage(line[5:]) or self._last
+                    self._too_large = False
+            self._keep(part, LARGEST_LINE if self._streams else LARGEST_BODY)
 
-    def line(self) -> dict[str, Any] | None:
-        """The ids and usage."""
-        request_id = header(self.scope, b"x-request-id")
-        return None if self._last is None else {"x_request_id": request_id, **self._last}
+    def _keep(self, part: bytes, most: int) -> None:
+        self._too_large = self._too_large or len(self._kept) + len(part) > most
+        self._kept = b"" if self._too_large else self._kept + part
+
+    def usage(self) -> dict[str, Any] | None:
+        """``id``, ``object`` and ``usage``; None if the response has no usage."""
+        return self._last if self._streams else _usage(self._kept)
+
+
+def _header(scope: Message, name: bytes) -> str:
+    """A header of the request; an empty string if it has none."""
+    for each, value in scope.get("headers", ()):
+        if each.lower() == name:
+            return str(value.decode("latin-1"))
+    return ""
 
 
 def _usage(text: bytes) -> dict[str, Any] | None:

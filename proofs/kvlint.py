@@ -7,29 +7,26 @@ knows no engine. It is installed into an environment of its own.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvledger.audit.analysis.turns import Turn
 
 VERSION = "0.1.1"
 HEADS = (
-    "planted", "turns", "rules of kvlint", "its token is in the message that we name", "hits it predicts",
+    "planted", "turns", "rules of kvlint", "hits it predicts",
     "hits that the engine had", "predicted too high", "with our cause",
 )  # fmt: skip
-_PATH = re.compile(r"(?:tools|messages)\[\d+\]")
 
 
 class Linted(NamedTuple):
-    """What kvlint says of a request. ``place``: the tool or message in which it parts from earlier ones."""
+    """What kvlint says of a request."""
 
     cached: int
-    place: str
     rules: tuple[str, ...]
 
 
@@ -57,28 +54,14 @@ def lint(program: Path, server: Path, asked: Sequence[str], block: int) -> dict[
     for finding in report["findings"]:
         for name in finding["affected_request_ids"]:
             rules.setdefault(name, []).append(finding["rule_id"])
-    blocks, tokens = (simulated["per_request"] for simulated in report["sims"])
+    blocks = report["sims"][0]["per_request"]
     return {
         body["user"]: Linted(
             row["cached_tokens"],
-            place_of(body, exact["divergence_token_idx"]),
             tuple(rules.get(body["user"], ())),
         )
-        for body, row, exact in zip(bodies, blocks, tokens, strict=True)
+        for body, row in zip(bodies, blocks, strict=True)
     }
-
-
-def place_of(body: Mapping[str, Any], token: int | None) -> str:
-    """The tool or message that has this token of the prompt; "": none. A word has three letters."""
-    begin = 0
-    texts = [(f"tools[{n}]", tool["function"]["description"]) for n, tool in enumerate(body.get("tools", ()))]
-    texts += [(f"messages[{n}]", one["content"]) for n, one in enumerate(body["messages"])]
-    for place, text in texts:
-        end = begin + 1 + len(text) // 3
-        if token is not None and begin <= token < end:
-            return place
-        begin = end
-    return ""
 
 
 def compare(
@@ -96,18 +79,14 @@ def compare(
         row["turns"] += 1
         row["predicted"] += said.cached
         row["hit"] += hits[name]
-        ours = _PATH.search(turn.changed)
-        row["named"] += ours is not None
-        row["same"] += ours is not None and ours[0] == said.place
         high = said.cached > hits[name]
         row["high"] += high
         row["why"] += high and bool(turn.lost.keys() - {"below_block"})
     yield f"| {' | '.join(HEADS)} |"
-    yield "|---|---:|---|---:|---:|---:|---:|---:|"
+    yield "|---|---:|---|---:|---:|---:|---:|"
     for kind, row in rows.items():
         named = ", ".join(f"{rule} ({count:,})" for rule, count in sorted(rules[kind].items())) or "none"
-        same = f"{row['same']:,} of {row['named']:,}" if row["named"] else ""
         yield (
-            f"| {kind} | {row['turns']:,} | {named} | {same} | {row['predicted']:,} | {row['hit']:,} | "
+            f"| {kind} | {row['turns']:,} | {named} | {row['predicted']:,} | {row['hit']:,} | "
             f"{row['high']:,} | {row['why']:,} |"
         )

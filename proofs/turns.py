@@ -4,7 +4,7 @@
 
 Each word of the model's vocabulary has three letters, so the client knows the tokens of every prompt and
 answer. What a turn must miss is computed from them, and from the cached tokens that the server reports.
-FOLDER has each server's journals, logs of messages, and what was asked (``asked.jsonl``, for other tools).
+FOLDER has each server's journals, and what was asked (``asked.jsonl``, for other tools).
 The clients think for some time and ask again, up to thirty times. Planted are: a time in the system prompt,
 tools in another order, a changed tool, a rewritten history, an answer that comes back shorter, a turn on the
 other server, a reset of the prefix cache, and a pause in which other requests take the blocks. Most sessions
@@ -18,7 +18,6 @@ import argparse
 import http.client
 import json
 import random
-import re
 import tempfile
 import time
 from collections import Counter
@@ -60,18 +59,10 @@ CAUSES = {
     QUIET: "", STAMPED: "diverged", ORDER: "diverged", TOOL: "diverged", COMPACT: "diverged",
     STRIPPED: "answer", ELSEWHERE: "other_engine", RESET: "cache_reset", PAUSED: "evicted",
 }  # fmt: skip
-SAYS = {
-    STAMPED: r"messages\[0\]\.content changed within bytes 0 to ",
-    ORDER: r"the tools came in another order, from tools\[\d\] on",
-    TOOL: r"tools\[\d\] changed",
-    COMPACT: r"(the history was rewritten from messages\[1\]\.content on|messages\[1\]\.content changed)",
-    STRIPPED: r"the answer came back changed: messages\[\d+\]\.content from (a byte between|byte) \d",
-}
-"""What the log of messages must say of the turn with the planted change."""
 
 
 class Chats(Engine):
-    """A server with a chat template, without a connector, that logs messages."""
+    """A server with a chat template, without a connector."""
 
     def __init__(self, folder: Path, journals: Path, name: str, blocks: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,15 +84,12 @@ class Chats(Engine):
             "max-num-batched-tokens": 2_048,
         }.items():
             words[words.index(f"--{option}") + 1] = str(value)
-        middleware = "kvledger.exporters.message_log.MessageLog"
-        return [*words, "--enable-prompt-tokens-details", "--middleware", middleware]
+        return [*words, "--enable-prompt-tokens-details"]
 
     def environment(self) -> dict[str, str]:
         more = {
             "KVLEDGER_LEVEL": "blocks",
             "KVLEDGER_NAME": self.name,
-            "KVLEDGER_MESSAGES_LOG": str(self.folder / "messages.jsonl"),
-            "KVLEDGER_MESSAGES_KEY": "a key of the tests, no secret",
             "VLLM_CPU_KVCACHE_SPACE": "2",
         }
         return super().environment() | more
@@ -270,7 +258,7 @@ def named_turns(told: Sequence[Turn]) -> dict[str, Turn]:
     return {part_of(turn.request_id).call.removeprefix("chatcmpl-"): turn for turn in told}
 
 
-def compare(sessions: Sequence[Session], told: Sequence[Turn], named: bool) -> Iterator[str]:
+def compare(sessions: Sequence[Session], told: Sequence[Turn]) -> Iterator[str]:
     """The rows of the table: planted changes, those whose cause and tokens are right, and false ones."""
     by_name = named_turns(told)
     rows: dict[str, Counter[str]] = {kind: Counter() for kind in CAUSES}
@@ -281,7 +269,6 @@ def compare(sessions: Sequence[Session], told: Sequence[Turn], named: bool) -> I
             row["hit"] += found.hit == turn.cached
             if not number:
                 row["right"] += not found.before
-                row["named"] += not found.changed
                 continue
             before = session.sent[number - 1]
             if turn.planted != ELSEWHERE and before.planted == ELSEWHERE:
@@ -295,18 +282,11 @@ def compare(sessions: Sequence[Session], told: Sequence[Turn], named: bool) -> I
                     print(
                         f"  {turn.name} ({turn.planted or QUIET}): expected {must_miss}, found {found.lost}"
                     )
-            says = SAYS.get(turn.planted, "$") if found.parted_at >= 0 else "$"
-            row["named"] += bool(re.match(says, found.changed)) or (not named and not found.changed)
-            if named and not re.match(says, found.changed):
-                print(f"  {turn.name} ({turn.planted or QUIET}): {found.changed!r}")
-    yield "| planted | turns | hits as reported | cause and tokens right | lost tokens | message named |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    yield "| planted | turns | hits as reported | cause and tokens right | lost tokens |"
+    yield "|---|---:|---:|---:|---:|"
     for kind, row in rows.items():
         if row["turns"]:
-            yield (
-                f"| {kind} | {row['turns']:,} | {row['hit']:,} | {row['right']:,} | {row['tokens']:,} | "
-                f"{row['named']:,} |"
-            )
+            yield (f"| {kind} | {row['turns']:,} | {row['hit']:,} | {row['right']:,} | {row['tokens']:,} |")
 
 
 def inferred(journals: Path) -> str:
@@ -360,17 +340,12 @@ def main() -> None:
             server.stop()
     for server in (large, small):
         (server.folder / "asked.jsonl").write_text("".join(f"{one}\n" for one in server.asked))
-    log = folder / "messages.jsonl"
-    log.write_text("".join((server.folder / "messages.jsonl").read_text() for server in (large, small)))
     every = [*sessions, *apart]
-    told = turns([journals], messages=log).each
-    table = list(compare(every, told, named=True))
-    without = turns([journals])
+    told = turns([journals]).each
+    table = list(compare(every, told))
     print(f"{len(every)} sessions, {sum(len(one.sent) for one in every):,} requests")
     print("\n".join(table))
-    named = sum(bool(turn.changed) for turn in without.each)
     print(inferred(journals))
-    print(f"Without the log of messages: {without.turns:,} turns, {named} named.")
     if args.kvlint:
         program = kvlint.install(folder)
         linted: dict[str, kvlint.Linted] = {}

@@ -90,8 +90,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     lost: dict[str, int]
     evicted: Evicted | None = None
     """The first eviction among the losses, and all tokens that were evicted; None: none was."""
-    changed: str = ""
-    """What of the messages differs from the turn before; empty: nothing is known of it."""
     prefill_seconds: float | None = None
     """Seconds that its engine takes for one more prefill token; None: not known."""
 

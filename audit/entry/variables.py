@@ -23,8 +23,6 @@ ENGINE = {
     "KVLEDGER_SESSION": "a regular expression over request ids; what it finds is the request's session, "
     "where vLLM knows none",
     "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told; --usage-log",
-    "KVLEDGER_MESSAGES_LOG": "the file to which the middleware writes keyed hashes of messages; --messages",
-    "KVLEDGER_MESSAGES_KEY": "the secret of these hashes, for servers whose messages are compared",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
     "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",

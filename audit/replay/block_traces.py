@@ -7,7 +7,7 @@ is admitted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -150,21 +150,17 @@ def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
     return list(trie.prefixes(trace, builder.first)), [*trace.doubts, *limited]
 
 
-def block_turns(
-    recorded: RecordedBlocks, session_of: Callable[[str], str] = lambda _: ""
-) -> tuple[list[Turn], list[str]]:
+def block_turns(recorded: RecordedBlocks) -> tuple[list[Turn], list[str]]:
     """The turns of the requests that have ended, and what they may lack.
 
-    ``session_of`` gives the session of a request id that the engine does not know; "": none. Raises
-    LedgerError if the engine has no block trace, and no groups that a :class:`GroupTraceReader` can read.
+    Raises LedgerError if the engine has no block trace, and no groups that a :class:`GroupTraceReader` can
+    read.
     """
     if recorded.reader.stopped or not recorded.reader.block_tokens:
         recorded.described()
     reader = TurnReader()
     changes = chain.from_iterable(recorded.emptied())
     requests = recorded.requests
-    for one in requests:
-        one.session = one.session or session_of(one.request_id)
     found = list(
         reader.read(recorded.reader, changes, requests, (recorded.engine, printable(recorded.path.name)))
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from ...audit.replay.windows import EVERYTHING, Window
 from ...audit.text import utc
 from ..csv_cells import csv_of
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from ..messages import Messages
 from .audit_data import share
 from .terminal import blocks, bullets, counted, decimal, figures_table, notes, percent, title
 
@@ -39,7 +37,7 @@ SECONDS_LEGEND = "Seconds: what computing the lost tokens took, by the model of 
 COLUMNS = (
     "engine", "journal", "session", "given", "number", "request_id", "before", "retried", "arrived_seconds",
     "ended_seconds", "idle_seconds", "prompt_tokens", "hit", "reusable", "shared", "lost_seconds",
-    "parted_at", "changed",
+    "parted_at",
 )  # fmt: skip
 NUMBERS = ((2, 2), (3, 3), (4, 4), (5, 5), (6, 10), (11, 20), (21, 0))
 """Rows by turn number, first and last; 0: no last."""
@@ -93,14 +91,6 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     lost: dict[str, int]
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the messages changed from one turn to the next, the most often changed first."""
-
-    changed: str
-    turns: int
-    tokens: int
-
-
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """What keeping the tokens of each turn for ``seconds``, or until the next turn, would save.
 
@@ -133,7 +123,6 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     lost_seconds: float | None
     """Engine time that computing the lost tokens took; None: the step model of an engine does not say it."""
     causes: list[CauseOfTurns]
-    changes: list[Change]
     by_number: list[TurnNumbers]
     retention: list[Retention]
     idle_median_seconds: float | None
@@ -152,15 +141,10 @@ def turns(
     session: str = "",
     most: int = 20,
     block_tokens: int = 0,
-    messages: Path | None = None,
     window: Window = EVERYTHING,
     run: Run = here,
 ) -> Turns:
-    """The turns of all journals at ``paths``. Raises LedgerError.
-
-    ``messages``: a log of messages, which names what changed and sessions that the engine does not know.
-    """
-    log = None if messages is None else Messages(messages)
+    """The turns of all journals at ``paths``. Raises LedgerError."""
     found: list[Turn] = []
     doubts: list[str] = []
     traces = [path for path in paths if is_request_trace(path)]
@@ -173,7 +157,7 @@ def turns(
         ]
     journals = [path for path in paths if path not in traces]
     if journals:
-        for several, some_doubts in readable(run, partial(_of_journal, log=log), traces_at(journals, window)):
+        for several, some_doubts in readable(run, _of_journal, traces_at(journals, window)):
             found += several
             doubts += some_doubts
     whole = [turn for turn in across_engines(found) if window.holds(turn.ended_seconds)]
@@ -186,12 +170,8 @@ def turns(
     return _summed(whole, most, doubts)
 
 
-def _of_journal(path: Path, log: Messages | None) -> tuple[list[Turn], list[str]]:
-    recorded = recorded_blocks(path, turns=True)
-    if log is None:
-        return block_turns(recorded)
-    found, doubts = block_turns(recorded, log.session)
-    return [_named(turn, log) for turn in found], doubts
+def _of_journal(path: Path) -> tuple[list[Turn], list[str]]:
+    return block_turns(recorded_blocks(path, turns=True))
 
 
 def turns_of_facts(facts: Facts) -> Turns | None:
@@ -206,13 +186,6 @@ def turns_of_facts(facts: Facts) -> Turns | None:
     found = [turn for journal, some in by_journal.items() for turn in priced(some, prices.get(journal))]
     result = _summed(across_engines(found), 0, [])
     return result if result.turns else None
-
-
-def _named(turn: Turn, log: Messages) -> Turn:
-    """The turn, with what of its messages changed."""
-    if turn.parted_at < 0:
-        return turn
-    return msgspec.structs.replace(turn, changed=log.changed(turn.before, turn.request_id))
 
 
 def _summed(whole: list[Turn], most: int, doubts: list[str]) -> Turns:
@@ -237,7 +210,6 @@ def _summed(whole: list[Turn], most: int, doubts: list[str]) -> Turns:
         reused=sums.reused,
         lost_seconds=total(turn.lost_seconds for turn in later),
         causes=rows,
-        changes=_changes(later)[:most],
         by_number=[row for row in (_numbered(later, *bounds) for bounds in NUMBERS) if row.turns],
         retention=_retention(whole, gone),
         idle_median_seconds=_quantile(idle, 0.5),
@@ -263,16 +235,6 @@ def _causes(later: Sequence[Turn], sums: TurnCounts) -> Iterator[CauseOfTurns]:
             share=share(tokens, sums.reusable),
             turns=sum(cause in turn.lost for turn in later),
         )
-
-
-def _changes(later: Iterable[Turn]) -> list[Change]:
-    found: dict[str, list[int]] = {}
-    for turn in later:
-        if turn.changed:
-            lost = sum(turn.lost.get(cause, 0) for cause in causes.PARTED)
-            found.setdefault(turn.changed, []).append(lost)
-    rows = [Change(changed=each, turns=len(lost), tokens=sum(lost)) for each, lost in found.items()]
-    return sorted(rows, key=lambda row: (-row.tokens, row.changed))
 
 
 def _retention(whole: Sequence[Turn], gone: Sequence[Turn]) -> list[Retention]:
@@ -404,7 +366,6 @@ def render(result: Turns) -> Group:
         Text(answer(result)),
         Group(*bullets(result.conclusions)) if result.conclusions else None,
         _cause_table(result),
-        _change_table(result),
         _number_table(result),
         _retention_table(result),
         _worst_table(result),
@@ -460,15 +421,6 @@ def _cause_table(result: Turns) -> Group | None:
     for cells in cause_cells(result):
         table.add_row(*cells)
     return Group(title("Tokens that turns could have reused", LEGEND), table)
-
-
-def _change_table(result: Turns) -> Group | None:
-    if not result.changes:
-        return None
-    table = figures_table("", "tokens", "turns")
-    for row in result.changes:
-        table.add_row(row.changed, f"{row.tokens:,}", f"{row.turns:,}")
-    return Group(title("What changed from one turn to the next"), table)
 
 
 def _share(tokens: int, whole: int) -> str:
@@ -566,7 +518,7 @@ def _took(turn: Turn) -> str:
 
 def _where(turn: Turn, cause: str) -> str:
     if cause in causes.PARTED:
-        return f", from the block at token {turn.shared:,} on" + (f": {turn.changed}" if turn.changed else "")
+        return f", from the block at token {turn.shared:,} on"
     if cause in causes.EVICTIONS and turn.evicted is not None:
         by = f" for {turn.evicted.by}" if turn.evicted.by else ""
         since = turn.evicted.seconds - (turn.arrived_seconds - (turn.idle_seconds or 0.0))

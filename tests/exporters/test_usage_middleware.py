@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.exporters import asgi, usage_middleware
+from kvledger.exporters import usage_middleware
 from kvledger.exporters.usage_logs import read
 from kvledger.exporters.usage_middleware import UsageLog
 
@@ -98,8 +98,8 @@ def test_what_came_before_the_client_left_is_logged(log: Path) -> None:
 
 
 def test_large_bodies_and_lines_are_passed_over(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "LARGEST_BODY", 10)
-    monkeypatch.setattr(asgi, "LARGEST_LINE", 100)
+    monkeypatch.setattr(usage_middleware, "LARGEST_BODY", 10)
+    monkeypatch.setattr(usage_middleware, "LARGEST_LINE", 100)
     serve("application/json", BODY)
     line = b'data: {"id": "cmpl-a", "usage": {"prompt_tokens": 7}, "text": "%s"}' % (200 * b"x")
     serve("text/event-stream", line, b"\n", b'data: {"id": "cmpl-b", "usage": {"prompt_tokens": 8}}\n')
@@ -123,7 +123,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(
             await server({"type": "http", "headers": []}, None, _append(sent))  # type: ignore[arg-type]
 
     # vLLM sets the level of its loggers and keeps their records from the root, where caplog listens.
-    monkeypatch.setattr(asgi, "logger", logging.getLogger(__name__))
+    monkeypatch.setattr(usage_middleware, "logger", logging.getLogger(__name__))
     asyncio.run(twice())
 
     assert 4 == len(sent)
