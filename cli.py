@@ -724,42 +724,20 @@ def report(
     "export /var/lib/kvledger -o tables",
     "export /var/lib/kvledger -o tables --entries",
     "export /var/lib/kvledger -o tables --table requests --table lives",
-    "export /var/lib/kvledger --format openmetrics -o history.om",
 )
 def export(
     paths: list[Path] = opt.PATHS,
     output: Path = option("--output -o DIR", "The folder to write.", ...),
     table: list[str] | None = option("--table NAME", "Write only this table. Repeatable."),
     entries: bool = option("--entries", "Write the table of entries, too. It takes most time and space."),
-    format: str = option("--format FORMAT", "parquet or openmetrics.", "parquet"),
-    interval: str = opt.INTERVAL,
-    label: list[str] | None = option(
-        "--label NAME=VALUE",
-        "A label of every sample. Repeatable; job and instance have the value kvledger without it.",
-    ),
     read: Reading = WINDOW,
 ) -> None:
-    """Write the tables of a trace as Parquet, or its metrics as OpenMetrics.
+    """Write the tables of a trace as Parquet.
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
     --entries also each entry of each account. docs/tables.md lists their columns. They need the analysis
     extra: pip install 'kvledger[analysis]'.
-    With --format openmetrics, -o is a file for `promtool tsdb create-blocks-from openmetrics`, so that boards
-    show the past.
     """
-    from .audit.errors import LedgerError
-    from .audit.replay.windows import duration
-
-    if format == "openmetrics":
-        from .exporters.metrics import backfill
-
-        added = backfill.labels_of(label or ())
-        with read.journals(paths, local=True) as (places, _, _):
-            ticks, samples = backfill.export(places, output, duration(interval), added)
-        typer.echo(f"{output}: {samples:,} samples at {ticks:,} times", err=True)
-        return
-    if format != "parquet":
-        raise LedgerError(f"{format!r} is neither parquet nor openmetrics.")
     from .exporters.trace import columns
     from .exporters.trace.parquet import export as write_tables
 

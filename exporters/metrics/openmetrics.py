@@ -1,4 +1,4 @@
-"""The OpenMetrics text format, for scrapes and for past times.
+"""The OpenMetrics text format.
 
 ``prometheus_client`` writes the format too, but looks at each character of each name of each sample, which
 took most of a scrape. Format: https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md

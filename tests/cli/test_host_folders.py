@@ -119,7 +119,6 @@ def test_usage_has_the_calls_of_all_hosts(hosts: Path, tmp_path: Path, capsys: P
         ["tail", "{}", "--format", "json"],
         ["report", "{}", "-o", "-"],
         ["timeline", "{}", "-o", "-"],
-        ["export", "{}", "--format", "openmetrics", "-o", "{}/history.om"],
     ],
     ids=lambda words: words[0],
 )

@@ -40,7 +40,6 @@ COMMANDS = (
     "diff {} {}",
     "report {} -o OUT/page.html",
     "export {} -o OUT/tables",
-    "export {} --format openmetrics -o OUT/metrics",
     "timeline {} -o OUT/timeline",
     "show {} r-3-0",
     "tail {} --format json",

@@ -27,7 +27,6 @@ OTHERS = {
     "exporters/usage_middleware.py": "a log that the user names",
     "exporters/facts/dataset.py": "a folder of its own for one command",
     "exporters/files.py": "a file that the user names",
-    "exporters/metrics/backfill.py": "a file that the user names",
     "exporters/notebook.py": "a file that the user names",
     "exporters/reports/pictures.py": "a file that the user names",
     "exporters/reports/repro.py": "a file that the user names",

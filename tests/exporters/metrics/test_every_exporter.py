@@ -15,12 +15,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from tests import journals
 from tests.exporters.metrics.receivers import Received, attributes, grpc_receiver, http_receiver
 
 from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.exporters.metrics import backfill, metric_list, prometheus
+from kvledger.exporters.metrics import metric_list, prometheus
 from kvledger.exporters.metrics.metric_list import METRICS, Metric
 from kvledger.exporters.metrics.openmetrics import END, Exposition, exposition
 from kvledger.exporters.metrics.otel import attach_telemetry
@@ -53,7 +52,7 @@ class Told(NamedTuple):
 def planted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Told]:
     """Gives each metric of the table a value that no other one has; returns them by name."""
     samples = [(metric, _planted(metric, number)) for number, metric in enumerate(METRICS, 2)]
-    for module in ("metric_list", "prometheus", "otel", "backfill"):
+    for module in ("metric_list", "prometheus", "otel"):
         rows = [(metric, [sample]) for metric, sample in samples]
         monkeypatch.setattr(f"kvledger.exporters.metrics.{module}.collect", lambda _, rows=rows: rows)
     told = {}
@@ -79,13 +78,13 @@ def _of(spread: Distribution) -> Value:
     return spread.bounds, tuple(spread.counts), spread.sum
 
 
-def of_families(families: Iterable[Any], added: Labels = frozenset()) -> dict[str, Told]:
+def of_families(families: Iterable[Any]) -> dict[str, Told]:
     """What a reader of one of Prometheus's formats finds, without the times at which counters began."""
     found: dict[str, Told] = {}
     upto: dict[str, dict[float, float]] = {}
     for family in families:
         for sample in family.samples:
-            labels = frozenset(sample.labels.items()) - added
+            labels = frozenset(sample.labels.items())
             name, value = sample.name, sample.value
             if family.type == "histogram":
                 name = name.removesuffix("_bucket").removesuffix("_count")
@@ -127,18 +126,6 @@ def test_the_text_of_a_whole_scrape_is_that_of_its_families() -> None:
 
     assert families_then == whole.text(metric_list.collect([])) + END
     assert families_then == whole.text(metric_list.collect([])) + END  # now from what it remembers
-
-
-def test_the_file_of_past_samples_has_every_metric_but_those_of_the_present(
-    planted: dict[str, Told], tmp_path: Path
-) -> None:
-    journals.write(tmp_path / "journal", [], configuration={})
-    backfill.export([tmp_path / "journal"], tmp_path / "out", 3_600.0, {"job": HOSTILE})
-    text = (tmp_path / "out").read_bytes().decode()
-
-    assert {
-        name: told for name, told in planted.items() if not name.startswith(backfill.LEFT_OUT)
-    } == of_families(parse_open(text), frozenset({("job", HOSTILE)}))
 
 
 # --- OTLP ------------------------------------------------------------------------------------------------
