@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
 Self = TypeVar("Self", bound="Sums")
 
 
+Field = TypeVar("Field")
+_NO_SUM = object()
+NoSum = Annotated[Field, _NO_SUM]
+"""The type of a field that is no sum, such as what an engine did last."""
+
+
+@cache
+def _summed(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The names of the fields that are added."""
+    hints = get_type_hints(kind, include_extras=True)
+    marks = {name: getattr(hints[name], "__metadata__", ()) for name in kind.__struct_fields__}
+    return tuple(name for name, marked in marks.items() if _NO_SUM not in marked)
+
+
 class Sums(msgspec.Struct):
     """Base of every struct that holds sums. :meth:`merge` adds another one, field by field.
 
     Numbers are added, tables key by key, lists one after the other, and sums by their own rule. A field that
-    is None is not known, and stays so. A field with another meaning than a sum has no place in such a struct,
-    unless the struct says by a ``merge`` of its own what becomes of it.
+    is None is not known, and stays so. A field with another meaning has the type :data:`NoSum`: it stays as
+    it is, unless the struct says by a ``merge`` of its own what becomes of it.
     """
 
     def merge(self, more: Any) -> None:
         """Add another one of this type."""
-        for name in self.__struct_fields__:
+        for name in _summed(type(self)):
             setattr(self, name, added(getattr(self, name), getattr(more, name)))
 
     def __add__(self: Self, more: Any) -> Self:

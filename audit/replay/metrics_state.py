@@ -18,13 +18,13 @@ from ..analysis.block_states import BLOCK_EVENTS, BlockStates
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
 from ..client_ids import has_random_suffix
 from ..figures.declared import BY_NAME, FIGURES
-from ..figures.sums import Sums, added
+from ..figures.labels import GROUPED, value_of
+from ..figures.sums import NoSum, Sums
 from ..figures.totals import Totals
 from ..ledger.account import Account
 from ..ledger.kv_counts import KVEventCounts
 from ..ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
 from ..release_semantics import release
-from ..text import salt_name
 from .distribution import Distribution, Exemplar
 from .shared_prompts import CONSUMER, PRODUCER, SharedPrompts, WaitingPrompt, key_of
 
@@ -45,14 +45,6 @@ STAY_SECONDS = (0.1, 1, 10, 60, 300, 900, 3600, 14400, 86400)
 """Bounds for how long content stays in a block."""
 
 PLANNED = (LOCAL, EXTERNAL, COMPUTED)
-
-LABELS: dict[str, Callable[[ev.RequestLabels], str]] = {
-    "lora": lambda labels: labels.lora,
-    "group": lambda labels: labels.group,
-    "priority": lambda labels: str(labels.priority) if labels.priority else "",
-    "salt": salt_name,
-}
-"""The labels that have totals of their own, and what reads their value; "": the request has none."""
 
 ROLES = ("prefill", "decode", "producer", "consumer", "unknown")
 """The parts that two engines have in one prompt, see :func:`role_of`; unknown: another one may have it."""
@@ -106,9 +98,9 @@ def _no_lookups() -> dict[str, LookupCounts]:
 class MetricsState(Sums):
     """What metrics need of one engine, from its first event on; :meth:`merge` says what is a sum."""
 
-    clock_seconds: float = 0.0
+    clock_seconds: NoSum[float] = 0.0
     """Unix time of the engine's microsecond 0, by its latest EngineStarted."""
-    created_seconds: float = 0.0
+    created_seconds: NoSum[float] = 0.0
     """Unix time at which observation of the engine began."""
     lookups: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
     """Lookups as the engine counted them, by cache."""
@@ -126,13 +118,13 @@ class MetricsState(Sums):
     """Events lost in gaps of known size."""
     transferred_tokens: int = 0
     """Settled external tokens that a prefill engine transferred."""
-    kv_role: str = ""
+    kv_role: NoSum[str] = ""
     """vLLM's ``kv_role`` of the engine; "" without a connector."""
     disaggregated: dict[str, dict[str, int]] = {}
     """Settled prompt tokens of prompts that two engines share, by the role in this one and the source."""
     shared: SharedPrompts = msgspec.field(default_factory=SharedPrompts)
     """Requests of engines that share a store, until it is known which two belong together."""
-    suffixed: bool = True
+    suffixed: NoSum[bool] = True
     """Whether the engine's release appends random digits to ids."""
     planned: dict[str, int] = {}
     """Planned tokens by source, where the figure is not negative."""
@@ -142,29 +134,29 @@ class MetricsState(Sums):
     """Prompt and output tokens of ended requests, by verdict."""
     violations: dict[str, ViolationCount] = {}
     """Violations by invariant, repeated ones included."""
-    begun: bool = False
+    begun: NoSum[bool] = False
     """Whether a snapshot was read."""
-    from_start: bool = False
+    from_start: NoSum[bool] = False
     """Whether the engine had run nothing when observation began."""
-    reported: dict[str, int] = {}
+    reported: NoSum[dict[str, int]] = {}
     """Prompt tokens by source, as the engine reported them to its front end."""
-    reported_unknown: dict[str, int] = {}
+    reported_unknown: NoSum[dict[str, int]] = {}
     """The part of ``reported`` that belongs to requests with unknown accounts."""
-    admitted: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    admitted: NoSum[dict[str, LookupCounts]] = msgspec.field(default_factory=_no_lookups)
     """Lookups of admissions, by cache, as the engine should count them."""
-    resumed: dict[str, LookupCounts] = msgspec.field(default_factory=_no_lookups)
+    resumed: NoSum[dict[str, LookupCounts]] = msgspec.field(default_factory=_no_lookups)
     """The part of ``admitted`` that came after a preemption."""
     tiers: dict[str, int] = {}
     """External tokens by tier, as the connector reported them to the engine."""
     untiered: int = 0
     """External tokens whose tiers do not sum to them."""
-    preemptions_with_output: int = 0
+    preemptions_with_output: NoSum[int] = 0
     """Preemptions of requests that ended with an output, so that the front end knows of them."""
-    most_preemptions: int = 0
+    most_preemptions: NoSum[int] = 0
     """Most preemptions of one such request."""
-    largest_prompt: int = 0
+    largest_prompt: NoSum[int] = 0
     """Tokens of the largest prompt that the engine reported."""
-    exempts: bool = True
+    exempts: NoSum[bool] = True
     """Whether the engine has a prefix cache, so that a request without a local lookup may read no cache."""
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
     rework_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(REWORK))
@@ -172,18 +164,18 @@ class MetricsState(Sums):
     remote_wait: Distribution = msgspec.field(default_factory=lambda: Distribution.over(WAIT_SECONDS))
     spreads: dict[str, Distribution] = msgspec.field(default_factory=_no_spreads)
     """The histograms that figures declare, by figure."""
-    blocks: BlockStates = msgspec.field(default_factory=lambda: BlockStates(distributed=False))
+    blocks: NoSum[BlockStates] = msgspec.field(default_factory=lambda: BlockStates(distributed=False))
     """The pools' blocks, if the level is ``blocks``."""
-    labels: dict[str, dict[str, Totals]] = {}
-    """Totals of ended requests by label (:data:`LABELS`) and value; without the label they are in none."""
+    labels: NoSum[dict[str, dict[str, Totals]]] = {}
+    """Totals of ended requests by label and value; without the label they are in none."""
     block_lifetime: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_idle: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     block_reuse: Distribution = msgspec.field(default_factory=lambda: Distribution.over(STAY_SECONDS))
     kv_events: KVEventCounts = msgspec.field(default_factory=KVEventCounts)
     """What the engine's recorded KV events said, if a follower reads them."""
-    pool_blocks: int = 0
+    pool_blocks: NoSum[int] = 0
     """Blocks that requests can use, by the last census; 0: none was read."""
-    pool_free_blocks: int = 0
+    pool_free_blocks: NoSum[int] = 0
     """Those of them that no request held."""
 
     def seconds(self, at: int) -> float:
@@ -305,16 +297,13 @@ class MetricsState(Sums):
             self.created_seconds = min(self.created_seconds, other.created_seconds)
         self.created_seconds = self.created_seconds or other.created_seconds
         self.clock_seconds = other.clock_seconds or self.clock_seconds
-        for name in _ADDED:
-            setattr(self, name, added(getattr(self, name), getattr(other, name)))
+        super().merge(other)
         self.kv_role, self.suffixed = other.kv_role or self.kv_role, other.suffixed
-        self.shared.merge(other.shared)
         for label, rows in other.labels.items():
             for value, totals in rows.items():
                 self.of_label(label, value).merge(totals)
         self.blocks.seen |= other.blocks.seen
         self.blocks.use.merge(other.blocks.use)
-        self.kv_events.merge(other.kv_events)
 
     def of_label(self, label: str, value: str) -> Totals:
         """The totals of one value of a label, or of :data:`OTHER` beyond the most values."""
@@ -344,7 +333,7 @@ class MetricsState(Sums):
             self.transferred_tokens += sum(settled.external for settled in account.settlements)
         self._share(account)
         if account.labels is not None:
-            self._label(account, account.labels)
+            self._label(account)
         self._plan(account)
         self._spread(account)
 
@@ -370,11 +359,10 @@ class MetricsState(Sums):
         for source, count in tokens.items():
             _add(sources, source, count)
 
-    def _label(self, account: Account, labels: ev.RequestLabels) -> None:
-        for label, value_of in LABELS.items():
-            value = value_of(labels)
-            if value:
-                self.of_label(label, value).add(account)
+    def _label(self, account: Account) -> None:
+        for label in GROUPED:
+            if found := value_of(label, account):
+                self.of_label(label.name, found).add(account)
 
     def _plan(self, account: Account) -> None:
         if account.plan is None:
@@ -411,33 +399,6 @@ class MetricsState(Sums):
         at_seconds = self.seconds(account.closed_at)
         spread.observe(value, Exemplar(account.request_id, trace_id(account), value, at_seconds))
 
-
-_ADDED = (
-    "lookups",
-    "tiers",
-    "untiered",
-    "violations",
-    "preemptions",
-    "hook_us",
-    "hook_steps",
-    "gaps_of_known_size",
-    "gaps_of_unknown_size",
-    "lost_events",
-    "transferred_tokens",
-    "disaggregated",
-    "planned",
-    "planned_negative",
-    "sequence_tokens",
-    "cached_share",
-    "rework_share",
-    "preempted",
-    "remote_wait",
-    "spreads",
-    "block_lifetime",
-    "block_idle",
-    "block_reuse",
-)
-"""The fields of :class:`MetricsState` that are sums; the others say what the engine did last."""
 
 METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any], None]] = {
     ev.EngineStarted: MetricsState.started,

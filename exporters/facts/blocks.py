@@ -17,6 +17,7 @@ from ...audit.analysis.block_states import BLOCK_EVENTS, STATES, BlockStates, Bl
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
 from ...audit.analysis.group_trace import GroupTraceReader
 from ...audit.analysis.turns import MOST_LIVE_BLOCKS, Past, Turn, TurnReader
+from ...audit.figures.labels import LABELS, is_number
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from ..trace.time_series import MINUTE_TICKS, MOST, TICKS, Series, wider
@@ -43,8 +44,6 @@ LIFE_COUNTS = (
     "sequence_tokens", "resumed", "hit_blocks", "external_tokens", "preempted", "computed_tokens",
 )  # fmt: skip
 """Fields of a life that are columns of ``admissions``, by the same name and in this order."""
-
-LABELS = ("lora", "salt", "group", "session")
 
 MOST_BYTES = 256 << 20
 """The most bytes of the block operations of one journal: as many as a journal itself may have by default."""
@@ -252,7 +251,7 @@ def admission_rows(
             *(int(getattr(life, name)) for name in LIFE_COUNTS),
             request.prompt_tokens,
             request.priority,
-            *(getattr(request, name) or None for name in LABELS),
+            *(getattr(request, label.name) or None for label in LABELS if not is_number(label)),
         )
 
 

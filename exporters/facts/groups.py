@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ...audit.errors import LedgerError
-from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_MATCH, NO_SALT, NO_TIER, TIMES, check, time_name
-from .hours import LABELS
+from ...audit.figures.labels import GROUPED, Label, is_number
+from ..trace.groups import NO_MATCH, NO_TIER, TIMES, check, time_name
+from .hours import HOUR_LABELS
 from .schema import REQUESTS
 
 
@@ -20,18 +21,18 @@ def as_text(column: str) -> str:
 COLUMNS = tuple(column.name for column in REQUESTS)
 
 
-LABEL_COLUMNS = {"group": "request_group", "salt": "salt"}
-"""The columns of a request's labels."""
+def _label_expression(label: Label) -> str:
+    if is_number(label):
+        return f"CAST({label.column} AS VARCHAR)"
+    return f"coalesce({label.column}, '{label.none}')"
+
 
 KEYS = {
     "engine": "engine",
     "model": "coalesce(model, '')",
     "rank": "CAST(data_parallel_rank AS VARCHAR)",
     "outcome": "coalesce(outcome, CASE WHEN closed_time IS NULL THEN 'open' ELSE 'unknown' END)",
-    "lora": f"coalesce(lora, '{NO_ADAPTER}')",
-    "salt": f"coalesce(salt, '{NO_SALT}')",
-    "group": f"coalesce(request_group, '{NO_GROUP}')",
-    "priority": "CAST(priority AS VARCHAR)",
+    **{label.name: _label_expression(label) for label in GROUPED},
     "tiers": f"coalesce(tiers, '{NO_TIER}')",
     **{name: f"epoch_us(added_time) // {length * 1_000_000}" for name, length in TIMES.items()},
 }
@@ -39,8 +40,9 @@ KEYS = {
 
 HOUR_EXPRESSIONS = frozenset(
     [
-        *(KEYS[word] for word in ("engine", "model", "rank", "outcome", "lora", "group", "hour", "day")),
-        *(as_text(column) for column in ("engine", "journal", *LABELS)),
+        *(KEYS[word] for word in ("engine", "model", "rank", "outcome", "hour", "day")),
+        *(KEYS[label.name] for label in GROUPED if label.hourly),
+        *(as_text(column) for column in ("engine", "journal", *HOUR_LABELS)),
     ]
 )
 """The groups of which there are sums by the hour."""

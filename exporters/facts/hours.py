@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ...audit.analysis.costs import DECODE, DRAFT, OVERRUN, PREFILL, REJECTED
 from ...audit.figures.declared import FIGURES
+from ...audit.figures.labels import LABELS
 from .schema import CAUSES, DIFFERENCES, ENGINE, JOURNAL, REQUESTS, Column
 
 KEEP_SECONDS = 365 * 86_400.0
@@ -38,7 +39,10 @@ class Hourly(NamedTuple):
         return (ENGINE, JOURNAL, *self.keys, *(one.column for one in self.sums))
 
 
-LABELS = ("model", "data_parallel_rank", "outcome", "verdict", "unknown", "lora", "request_group")
+HOUR_LABELS = (
+    *("model", "data_parallel_rank", "outcome", "verdict", "unknown"),
+    *(label.column for label in LABELS if label.hourly),
+)
 """The columns of requests by which sums are kept apart. Each has few values in an hour."""
 
 HOUR = Column("hour", "time", "the hour in which the requests ended, in UTC; null while they are open")
@@ -47,7 +51,7 @@ _TIMES = {"hour": "date_trunc('hour', closed_time)", "added_hour": "date_trunc('
 """The keys that are no column of rows, as SQL."""
 
 _COLUMNS = {column.name: column for column in (*DIFFERENCES, *CAUSES, *REQUESTS)}
-_OF_REQUESTS = (HOUR, ADDED_HOUR, *(_COLUMNS[name] for name in LABELS))
+_OF_REQUESTS = (HOUR, ADDED_HOUR, *(_COLUMNS[name] for name in HOUR_LABELS))
 
 
 def _total(name: str) -> Sum:
@@ -82,10 +86,11 @@ def _lost(lost: tuple[str, str]) -> tuple[Sum, Sum]:
     )
 
 
+_NUMBERS_OF_REQUESTS = {"request", "data_parallel_rank", *(label.column for label in LABELS)}
+"""Columns with a number that is not summed."""
+
 _COUNTED = [
-    column.name
-    for column in REQUESTS
-    if column.kind == "count" and column.name not in ("request", "data_parallel_rank", "priority")
+    column.name for column in REQUESTS if column.kind == "count" and column.name not in _NUMBERS_OF_REQUESTS
 ]
 _ROWS = Sum(Column("requests", "count", "requests with such a row"), "count(*)")
 _EARLY = "requests whose first output it delayed"

@@ -15,12 +15,12 @@ from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPT
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
 from ...audit.checks.registry import Violation
 from ...audit.figures.declared import FIGURES
+from ...audit.figures.labels import LABELS
 from ...audit.figures.row import figures
 from ...audit.figures.sums import add_tokens
 from ...audit.ledger.account import Account
 from ...audit.ledger.weights_of_requests import first_version
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.text import salt_name, session_of
 from ..trace.groups import tier_names
 from .schema import LOAD_COLUMNS, Row, Value
 
@@ -72,7 +72,6 @@ def request_row(head: Head, account: Account, verdict: str | None) -> Row:
     known = account.unknown is None
     began_us = head.began_us
     settled = account.settlements[0].at if known and account.settlements else None
-    labels = account.labels
     return (
         head.engine,
         head.journal,
@@ -94,11 +93,7 @@ def request_row(head: Head, account: Account, verdict: str | None) -> Row:
         head.model,
         head.began,
         head.rank,
-        account.priority,
-        None if labels is None else labels.lora or None,
-        None if labels is None else salt_name(labels) or None,
-        None if labels is None else labels.group or None,
-        session_of(labels) or None,
+        *(label.read(account) for label in LABELS),
         first_version(account) if known else None,
         tier_names(account) or None if known else None,
     )

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from ...audit.causes import OTHER_ENGINE, TURN_LOSSES
 from ...audit.figures.declared import FIGURES
 from ...audit.figures.figure import TOKENS
+from ...audit.figures.labels import LABELS, is_number
 
 Kind = Literal["text", "count", "seconds", "time", "counts", "distribution"]
 """``counts``: a list of integers. ``distribution``: how often each number was seen."""
@@ -58,14 +59,8 @@ LOAD_COLUMNS = (
 )
 """The fields of :class:`~kvledger.audit.analysis.costs.Loads`, in their order."""
 
-LABEL_COLUMNS = (
-    Column("priority", "count", "the request's priority; a lower number is more urgent"),
-    Column("lora", "text", "name of the LoRA adapter; null: none, or not recorded"),
-    Column("salt", "text", "keyed hash of the cache salt; null: none, or not recorded"),
-    Column("request_group", "text", "what KVLEDGER_GROUP found in the request id; null: nothing"),
-    Column(
-        "session", "text", "vLLM's session id, else what KVLEDGER_SESSION found in the request id; null: none"
-    ),
+LABEL_COLUMNS = tuple(
+    Column(label.column, "count" if is_number(label) else "text", label.text) for label in LABELS
 )
 
 REQUESTS = (

@@ -11,14 +11,14 @@ import msgspec
 from ...audit import text
 from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
+from ...audit.figures.labels import BY_NAME, GROUPED
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.observers import Steps
 from ...audit.replay.parallel import Run
 from ...audit.replay.windows import Window
-from ..trace.groups import NO_ADAPTER, NO_GROUP, NO_SALT
 from .dataset import facts
-from .groups import KEYS, LABEL_COLUMNS, as_text
+from .groups import KEYS, as_text
 from .misses import Sampled, misses_by_group, sampled_misses
 from .replayed import Wanted
 from .sums import Group, GroupSums, by_group
@@ -27,7 +27,7 @@ from .tables import Facts
 Figures = Mapping[str, int]
 """Sums of figures by the figure's name."""
 
-UNLABELLED = (NO_GROUP, NO_SALT, NO_ADAPTER)
+UNLABELLED = tuple(label.none for label in GROUPED if label.none)
 
 TENANT, ADAPTER, PRIORITY = "tenant", "adapter", "priority"
 
@@ -169,7 +169,8 @@ def _tenant(facts: Facts) -> str:
     """Whose a request is. Of salts no sums by the hour are kept."""
     if facts.gone:
         return KEYS["group"]
-    return f"coalesce({', '.join(LABEL_COLUMNS[label] for label in text.TENANT)}, '{NO_GROUP}')"
+    columns = ", ".join(BY_NAME[label].column for label in text.TENANT)
+    return f"coalesce({columns}, '{BY_NAME['group'].none}')"
 
 
 def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:

@@ -22,7 +22,7 @@ from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from .engine import EngineFacts
 from .groups import HOUR_EXPRESSIONS
-from .hours import HOURLY, LABELS, added_up, query_of
+from .hours import HOUR_LABELS, HOURLY, added_up, query_of
 from .kept import OLDER, hour_time
 from .parquet import dataset
 from .schema import TABLES, Column
@@ -69,14 +69,14 @@ class Facts:
         if HOUR_EXPRESSIONS.issuperset(columns) and self._has_labels(where):
             return True
         self.need_rows(
-            f"A group or condition by another column than {', '.join(LABELS)}, engine, hour or day"
+            f"A group or condition by another column than {', '.join(HOUR_LABELS)}, engine, hour or day"
         )
         return False
 
     def _has_labels(self, where: str) -> bool:
         if where:
             try:
-                labels = f"SELECT engine, journal, {', '.join(LABELS)} FROM kept.hours"
+                labels = f"SELECT engine, journal, {', '.join(HOUR_LABELS)} FROM kept.hours"
                 self.rows(f"SELECT 1 FROM ({labels}) WHERE ({where}) LIMIT 0")
             except LedgerError:
                 return False

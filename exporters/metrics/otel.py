@@ -39,19 +39,15 @@ logger = logging.getLogger("kvledger")
 
 SIGNALS = ("traces", "metrics")
 PROTOCOLS = ("http/protobuf", "grpc")
-UNITS = {
-    "": "",
-    "batches": "{batch}",
-    "blocks": "{block}",
-    "turns": "{turn}",
-    "bytes": "By",
-    "embeddings": "{embedding}",
-    "ratio": "1",
-    "requests": "{request}",
-    "seconds": "s",
-    "tokens": "{token}",
-}
-"""The codes by which OpenTelemetry knows the units of the metric table (https://ucum.org)."""
+_CODES = {"": "", "bytes": "By", "ratio": "1", "seconds": "s"}
+"""The units that the Unified Code for Units of Measure has (https://ucum.org)."""
+
+
+def unit_code(unit: str) -> str:
+    """The code of a unit of the metric table. Things that are counted are named: ``{token}``."""
+    one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
+    return _CODES.get(unit, f"{{{one}}}")
+
 
 INTERVAL_MILLISECONDS = 60_000
 WATCH_SECONDS = 1.0
@@ -246,7 +242,7 @@ def _metric(metric: Metric, samples: Sequence[MetricSample], now: int) -> otel.M
         data = otel.Sum([_number(metric, sample, now) for sample in samples], cumulative, True)
     else:
         data = otel.Gauge([_number(metric, sample, now) for sample in samples])
-    return otel.Metric(name(metric), metric.help, UNITS[metric.unit], data)
+    return otel.Metric(name(metric), metric.help, unit_code(metric.unit), data)
 
 
 def _number(metric: Metric, sample: MetricSample, now: int) -> otel.NumberDataPoint:

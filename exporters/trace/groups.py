@@ -9,27 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from math import floor
 
 from ...audit.analysis.block_trace import BlockTrace, TraceRequest
 from ...audit.errors import LedgerError
-from ...audit.events import RequestLabels
+from ...audit.figures.labels import GROUPED, Label
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.text import salt_name
 
 TIMES = {"hour": 3600, "day": 86_400, "5m": 300}
 """Keys that group by arrival, and the length of a group in seconds."""
 
-KEYS = (
-    *("engine", "model", "hour", "outcome", "day", "5m", "rank", "lora", "priority", "salt", "group"),
-    "tiers",
-)
+KEYS = ("engine", "model", "outcome", "rank", *TIMES, *(label.name for label in GROUPED), "tiers")
 NO_MATCH = "no match"
-NO_ADAPTER = "no adapter"
-NO_SALT = "no salt"
-NO_GROUP = "no group"
-"""Requests without the label, and those of journals that were recorded without labels."""
 NO_TIER = "no tier reported"
 """Requests of whose external tokens the connector reported no tier."""
 
@@ -52,10 +45,7 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
         "model": lambda _: engine_audit.model,
         "rank": lambda _: str(engine_audit.rank),
         "outcome": lambda account: account.outcome or ("open" if account.closed_at < 0 else "unknown"),
-        "lora": lambda account: _labels(account).lora or NO_ADAPTER,
-        "priority": lambda account: str(account.priority),
-        "salt": lambda account: salt_name(_labels(account)) or NO_SALT,
-        "group": lambda account: _labels(account).group or NO_GROUP,
+        **{label.name: partial(_shown, label) for label in GROUPED},
         "tiers": lambda account: tier_names(account) or NO_TIER,
     }
     if by in keys:
@@ -64,7 +54,7 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-TRACE_KEYS = ("engine", "model", "hour", "day", "5m", "lora", "priority", "salt", "group")
+TRACE_KEYS = ("engine", "model", *TIMES, *(label.name for label in GROUPED))
 """Keys that requests of a block trace have, too."""
 
 NO_ARRIVAL = "arrival not known"
@@ -95,10 +85,7 @@ def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
     keys: dict[str, Callable[[TraceRequest], str]] = {
         "engine": lambda _: trace.engine,
         "model": lambda _: trace.model,
-        "lora": lambda request: request.lora or NO_ADAPTER,
-        "priority": lambda request: str(request.priority),
-        "salt": lambda request: request.salt or NO_SALT,
-        "group": lambda request: request.group or NO_GROUP,
+        **{label.name: partial(_shown_of_trace, label) for label in GROUPED},
     }
     if by in keys:
         return keys[by]
@@ -111,11 +98,13 @@ def tier_names(account: Account) -> str:
     return ", ".join(sorted(account.promised_by_tier))
 
 
-NO_LABELS = RequestLabels()
+def _shown(label: Label, account: Account) -> str:
+    found = label.read(account)
+    return label.none if found is None else str(found)
 
 
-def _labels(account: Account) -> RequestLabels:
-    return account.labels or NO_LABELS
+def _shown_of_trace(label: Label, request: TraceRequest) -> str:
+    return str(getattr(request, label.name)) or label.none
 
 
 def arrival(began_seconds: float | None, added_seconds: float, length: int) -> str:

@@ -101,6 +101,8 @@ RULES = {
     "audit.figures": Rule(
         ours=(
             "audit.causes",
+            "audit.events",
+            "audit.text",
             "audit.figures",
             "audit.ledger.account",
             "audit.ledger.statements",
