@@ -920,10 +920,6 @@ def serve(
     engine_url: list[str] | None = setting(
         "--engine-url URL", "An engine's own /metrics, to compare with the ledger. Repeatable."
     ),
-    usage_log: list[Path] | None = setting(
-        "--usage-log FILE",
-        "What clients are told, to compare with the ledger as kvledger usage does. Repeatable.",
-    ),
     log_level: str = setting(
         "--log.level debug|info|warn|error", "The least severe lines to log.", "info", kind=choice
     ),
@@ -943,7 +939,6 @@ def serve(
         "folder": state,
         "config": config,
         "engine_urls": engine_url or (),
-        "usage_logs": usage_log or (),
         "telemetry_path": telemetry_path,
         "compact": compact,
         "keep": keep,

@@ -152,20 +152,6 @@ ALERTS: tuple[Alert, ...] = (
         "it.",
     ),
     Alert(
-        "KvledgerUnexplainedUsage",
-        "sum by (job, instance, figure, direction) (increase(kvledger_unexplained_tokens_total[15m])) > 0",
-        "0m",
-        "warning",
-        "Clients were told {{ $value | humanize }} {{ $labels.figure }} tokens {{ $labels.direction }} "
-        "than the ledger has, without a known cause",
-        "Run `kvledger incident JOURNALS --since 1h`: a violation or lost events of the same time are the "
-        "likeliest reason. Then `kvledger usage JOURNALS --log FILE --since 1h`, with the sidecar's usage "
-        "log, names the calls and whose they are, and `kvledger show JOURNALS ID` prints the account of "
-        "one. Bills that are made of these answers are wrong by as much: ask the ledger instead "
-        "(question 25 of docs/tables.md). If every call differs, the log is not of these engines, or a "
-        "gateway counts by a rule of its own. Else keep log and journal and report it.",
-    ),
-    Alert(
         "KvledgerNothingObserved",
         "sum by (job, instance) (kvledger_engine_observed) == 0 "
         "or kvledger_build_info unless on (job, instance) kvledger_engine_observed",

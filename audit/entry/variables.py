@@ -22,7 +22,7 @@ ENGINE = {
     "KVLEDGER_GROUP": "a regular expression over request ids; what it finds is the request's group",
     "KVLEDGER_SESSION": "a regular expression over request ids; what it finds is the request's session, "
     "where vLLM knows none",
-    "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told; --usage-log",
+    "KVLEDGER_USAGE_LOG": "the file to which the middleware writes what clients are told",
     "KVLEDGER_NAME": "the engine's name in journals, instead of the host's name",
     "KVLEDGER_JOURNAL_BYTES": "the most bytes of one engine's journal",
     "KVLEDGER_TOTAL_BYTES": "the most bytes of all journals in the folder",

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import add
 from typing import Literal, NamedTuple
 
-from ...audit.analysis.usage import FIGURES as FIGURES_OF_CALLS
-from ...audit.analysis.usage import VERDICTS as VERDICTS_OF_CALLS
 from ...audit.checks.registry import catalogue
 from ...audit.figures.declared import FIGURES, OTHER
 from ...audit.figures.figure import MICROSECONDS, Counter, Figure, Histogram
@@ -946,33 +944,6 @@ GROUPS: tuple[Group, ...] = (
                 ENGINE,
                 read.reconciled("baseline_seconds"),
                 combine=min,
-            ),
-        ),
-    ),
-    Group(
-        "What clients were told",
-        "With `--usage-log` the sidecar compares the usage in a server's or a gateway's log with the ledger "
-        "([what clients were told](usage.md#while-engines-run)). A call is compared when it has ended.",
-        (
-            Metric(
-                "kvledger_usage_calls",
-                "",
-                "counter",
-                "Calls of usage logs, by what the comparison found. `unknown` and `not in the trace`: "
-                "nothing is said of the call.",
-                ("verdict",),
-                read.usage_calls,
-                {"verdict": VERDICTS_OF_CALLS},
-            ),
-            Metric(
-                "kvledger_unexplained_tokens",
-                TOKENS,
-                "counter",
-                "Tokens that clients were told beyond the ledger (`more`) or short of it (`less`) without a "
-                "known cause.",
-                ("figure", "direction"),
-                read.unexplained_tokens,
-                {"figure": tuple(FIGURES_OF_CALLS), "direction": read.DIRECTIONS},
             ),
         ),
     ),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -22,8 +21,6 @@ from ... import __version__
 from ...audit import causes
 from ...audit.analysis.costs import KINDS
 from ...audit.analysis.routing import MISSED, SURPLUS
-from ...audit.analysis.usage import FIGURES as FIGURES_OF_CALLS
-from ...audit.analysis.usage import VERDICTS as VERDICTS_OF_CALLS
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import OTHER, PROMPTS, parts_of
@@ -44,7 +41,6 @@ CACHES = ("local", "external")
 STATES = ("live", "detached", "failed", "stopped", "dead")
 ORDERLY = {"shutdown": "stopped", "exit": "stopped", "detached": "detached"}
 GAP_SIZES = ("known", "unknown")
-DIRECTIONS = ("more", "less")
 
 
 class MetricSample(NamedTuple):
@@ -369,11 +365,6 @@ class Health(msgspec.Struct):
     """Time that the last compaction took, also one that failed."""
     compact_failures: int = 0
     """Compactions that failed."""
-    usage_calls: dict[str, int] = {}
-    """Calls of usage logs, by what the comparison with the ledger found (:data:`usage.VERDICTS`)."""
-    unexplained_tokens: dict[tuple[str, str], int] = {}
-    """Tokens that clients were told beyond the ledger or short of it without a known cause, by figure and
-    direction."""
 
 
 def health(of: str) -> MetricReader:
@@ -388,20 +379,6 @@ def losses(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
     if isinstance(audits, EngineAudits):
         for reason in LOSS_REASONS:
             yield MetricSample((reason,), audits.health.lost.get(reason, 0))
-
-
-def usage_calls(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
-    """Calls of usage logs, by verdict."""
-    if isinstance(audits, EngineAudits):
-        for verdict in VERDICTS_OF_CALLS:
-            yield MetricSample((verdict,), audits.health.usage_calls.get(verdict, 0))
-
-
-def unexplained_tokens(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
-    """What clients were told beyond the ledger or short of it, by figure and direction."""
-    if isinstance(audits, EngineAudits):
-        for key in product(FIGURES_OF_CALLS, DIRECTIONS):
-            yield MetricSample(key, audits.health.unexplained_tokens.get(key, 0))
 
 
 def unnamed(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:

@@ -19,7 +19,6 @@ from .engine_metrics import attach_reconciliation, check_url
 from .follower import Follower, ignore
 from .journal_finder import Notify
 from .pages import TELEMETRY_PATH, Site
-from .told_usage import attach_usage
 
 STOP_SECONDS = 0.5
 """How long the batch that is being posted and the last checkpoint may delay the end, so that the sidecar
@@ -40,7 +39,6 @@ def serve(
     folder: Path | None,
     config: Path | None,
     engine_urls: Sequence[str] = (),
-    usage_logs: Sequence[Path] = (),
     inform: Notify | None = None,
     telemetry_path: str = TELEMETRY_PATH,
     compact: str = "",
@@ -49,13 +47,12 @@ def serve(
     """Follow the journals under ``path`` and answer at ``address`` until SIGTERM or SIGINT.
 
     ``folder`` keeps the checkpoint (:func:`state_folder` if None), ``config`` is the web
-    configuration, ``engine_urls`` are engines' own metrics, which are compared with the ledger, and
-    ``usage_logs`` what clients are told. ``compact`` is the interval at which the journals are compacted,
-    such as ``1h``; "": never. ``keep`` is the age up to which their rows are kept, such as ``30d``; "": all
-    are. The ``OTEL_*`` variables turn OpenTelemetry on.
-    ``notify`` gets a sentence for each problem, and ``inform`` the address of the metrics once they are
-    ready. Raises :class:`LedgerError` for an address that is malformed or in use, a path that does not exist,
-    and a folder that can't be written or is in use by another follower.
+    configuration, and ``engine_urls`` are engines' own metrics, which are compared with the ledger.
+    ``compact`` is the interval at which the journals are compacted, such as ``1h``; "": never. ``keep`` is
+    the age up to which their rows are kept, such as ``30d``; "": all are. The ``OTEL_*`` variables turn
+    OpenTelemetry on. ``notify`` gets a sentence for each problem, and ``inform`` the address of the metrics
+    once they are ready. Raises :class:`LedgerError` for an address that is malformed or in use, a path that
+    does not exist, and a folder that can't be written or is in use by another follower.
     """
     inform = inform or notify
     writer = _compactor(path, compact, keep, notify, inform)
@@ -74,8 +71,6 @@ def serve(
         systemd.notify(STATUS=f"Serving {url}{telemetry_path}")
         if engine_urls:
             attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
-        if usage_logs:
-            attach_usage(usage_logs, follower, notify, stop)
 
     try:
         telemetry = attach_telemetry(lambda: follower.audits, follower.lock)
@@ -111,7 +106,6 @@ def check_config(
     folder: Path | None,
     config: Path | None,
     engine_urls: Sequence[str] = (),
-    usage_logs: Sequence[Path] = (),
     telemetry_path: str = TELEMETRY_PATH,
     compact: str = "",
     keep: str = "",

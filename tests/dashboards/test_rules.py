@@ -122,18 +122,7 @@ LOSSES = 'kvledger_sidecar_losses_total{job="kvledger", instance="a:9464", reaso
 UNREAD = 'kvledger_sidecar_unread_journals{job="kvledger", instance="a:9464"}'
 UNREADABLE = 'kvledger_sidecar_unreadable_journals{job="kvledger", instance="a:9464"}'
 
-TOLD = {"figure": "cached", "direction": "more"}
-
-
-def unexplained(tokens: str) -> Series:
-    labels = "".join(f', {name}="{word}"' for name, word in TOLD.items())
-    return {f'kvledger_unexplained_tokens_total{{job="kvledger", instance="a:9464"{labels}}}': tokens}
-
-
 CASES = [
-    Case("KvledgerUnexplainedUsage", "one call", unexplained("0x5 16x40"), "7m", [HERE | TOLD]),
-    Case("KvledgerUnexplainedUsage", "no longer", unexplained("0x5 16x40"), "25m", []),
-    Case("KvledgerUnexplainedUsage", "since the start", unexplained("0x40"), "20m", []),
     Case("KvledgerCountsWrong", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
     Case("KvledgerCountsWrong", "ends by itself", {LAST: "_x5 290+0x30"}, "25m", []),
     Case("KvledgerCountsWrong", "a drift is none", {DRIFT: "_x5 290+0x30"}, "6m", []),

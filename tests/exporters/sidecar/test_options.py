@@ -77,7 +77,7 @@ def test_every_option_of_serve_has_a_variable_of_its_name() -> None:
     by_variable = {each.envvar: each.opts[0] for each in options if each.envvar}
     no_setting = {"--check-config", "--help"}
 
-    assert {"KVLEDGER_DIR", "KVLEDGER_USAGE_LOG", *SIDECAR} == set(by_variable)
+    assert {"KVLEDGER_DIR", *SIDECAR} == set(by_variable)
     assert no_setting >= {each.opts[0] for each in options if not each.envvar}
     for variable, option in by_variable.items():
         if option.startswith("--"):
