@@ -31,7 +31,7 @@ OWN_BUG = 70
 INTERRUPTED = 130
 READER_GONE = 141
 EXTRAS = {
-    "analysis": ("duckdb", "pandas", "plotly", "pyarrow"),
+    "analysis": ("duckdb", "pandas", "pyarrow"),
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
     "routing": ("dynamo",),

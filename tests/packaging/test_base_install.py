@@ -25,7 +25,6 @@ HEAVY = (
     "lmcache",
     "numpy",
     "pandas",
-    "plotly",
     "pyarrow",
     "torch",
     "vllm",

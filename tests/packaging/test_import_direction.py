@@ -330,7 +330,7 @@ FORBIDDEN = {
         "exporters.trace.frames",
         "from ...audit.engines import choose",
     ),
-    "two libraries in one file": ("exporters.trace.frames", "import pandas, plotly"),
+    "two libraries in one file": ("exporters.trace.frames", "import pandas, pyarrow"),
     "an absolute name": ("audit.ledger.ledger", "from kvledger.audit.events import Event"),
     "a second copy of a module": ("audit.ledger.ledger", "from audit.events import Event"),
 }
