@@ -21,7 +21,7 @@ from proofs.cards import ADAPTER, CONNECTORS, COPIED, COPYING, LMCACHE, OURS, PA
 from proofs.routed import routers
 from stores import environ, store
 
-RELEASES = ("0.12.0", "0.20.0", "0.24.0", "0.28.0", "0.32.0", "0.33.0")
+RELEASES = ("0.20.0", "0.24.0", "0.28.0", "0.32.0", "0.33.0")
 LEFT_OUT = ("DecodeBenchConnector", "MultiConnector")
 """One makes KV up; the other has what its children have."""
 

@@ -1,6 +1,6 @@
 """Faults of released schedulers at level `content`: found in the releases that have them, silent in others.
 
-Usage: .venv/bin/python scripts/content_grid.py [--write] [NAME...]     all releases since 0.12, or these
+Usage: .venv/bin/python scripts/content_grid.py [--write] [NAME...]     all releases since 0.17, or these
 
 Drives the real scheduler of each release with a runner that has KV caches and no model
 (`tests/scenarios/content_faults.py`), prints one grid, and exits with 1 if a finding is missing or is not
@@ -41,7 +41,7 @@ class Driven:
     name: str
     id: str
     says: str
-    since: str = "0.12.0"
+    since: str = "0.17.0"
     """The first release that has what the scenario drives."""
 
     def expected(self, release: str) -> bool:
@@ -63,13 +63,6 @@ DRIVEN = (
         "request reads what nobody filled",
     ),
     Driven("load-of-whole-blocks", "", "the same load ends with a block"),
-    Driven(
-        "load-after-abort",
-        "content/changed",
-        "a request is aborted during its asynchronous load; its blocks are free at once, another request "
-        "fills them, and then the load writes",
-    ),
-    Driven("load-before-abort", "", "the same load writes before its request is aborted"),
     Driven(
         "offload-store-race",
         "content/transfer",
@@ -93,7 +86,7 @@ def _number(release: str) -> tuple[int, ...]:
 
 def covered(names: Iterable[str]) -> list[str]:
     """The releases among these whose scheduler level `content` reaches."""
-    return [name for name in names if re.fullmatch(r"[\d.]+", name) and _number(name) >= (0, 12)]
+    return [name for name in names if re.fullmatch(r"[\d.]+", name)]
 
 
 def run(release: str) -> dict[str, dict[str, object]]:

@@ -4,8 +4,7 @@ Usage: .venv/bin/python scripts/differential.py HISTORIES [--first SEED] [RELEAS
 
 Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in
 .venv, and prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day
-two others, with the same histories each day; those in NOT_FOLLOWED have none. Exits with 1 if a release shows
-a difference.
+two others, with the same histories each day. Exits with 1 if a release shows a difference.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ from releases import BIN, MATRIX, ROOT, build, environ
 
 WITH_V1 = [name for name in MATRIX if not name.endswith("-v0") and not name.startswith("lmcache-")]
 IN_VENV = next(name for name in WITH_V1 if not MATRIX[name].wheel)
-NOT_FOLLOWED = {"0.10.2": "the oracle does not follow an asynchronous load of a whole prompt that is pooled"}
-"""Releases that have no turn, and why."""
-IN_TURNS = [name for name in WITH_V1 if name not in NOT_FOLLOWED]
 AT_A_TURN = 2
 FIRST_OF_TURNS = 5_000
 """A turn plays known histories, so that only a change of the code can make it fail."""
@@ -34,7 +30,7 @@ FIRST_OF_TURNS = 5_000
 
 def turn(day: int) -> list[str]:
     """The releases of a day."""
-    return [IN_TURNS[(day * AT_A_TURN + each) % len(IN_TURNS)] for each in range(AT_A_TURN)]
+    return [WITH_V1[(day * AT_A_TURN + each) % len(WITH_V1)] for each in range(AT_A_TURN)]
 
 
 def run(name: str, histories: int, first: int) -> bool:

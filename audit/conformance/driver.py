@@ -38,7 +38,7 @@ class Driver:
         self._depth = 2 if self.setup.asynchronous else 1
         """How many steps may be in flight."""
         self._hasher = block_hasher(self.scheduler)
-        """Computes the block hashes of a request; None in vLLM 0.9, whose KV cache manager does."""
+        """Computes the block hashes of a request."""
         self._added = 0
         """How many requests were added."""
 
@@ -119,14 +119,9 @@ class Driver:
         """Preempt a running request as `schedule()` does when blocks run out.
 
         `drop`: whether its output in flight is dropped; by default what the connector asks for.
-        In 0.9 and 0.10 this takes a step, in which the other running requests go on.
         """
         request = self.scheduler.requests[request_id]
-        scheduled = release.preempt(self.scheduler, request, drop)
-        if scheduled is not None:
-            self.in_flight.append(ModelStep.of(scheduled, self.scheduler.requests))
-            if not self.setup.asynchronous:
-                self.output()
+        release.preempt(self.scheduler, request, drop)
 
     # Calls of the engine.
 

@@ -104,13 +104,12 @@ class EngineSetup:
 
 def build_scheduler(setup: EngineSetup) -> Any:
     """A real Scheduler, or AsyncScheduler, with an empty pool."""
-    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = _vllm_config(setup)
-    if (begin_hashing := getattr(kv_cache_utils, "init_none_hash", None)) is not None:
-        begin_hashing(_hash_function(config))
+    init_none_hash(_hash_function(config))
     arguments = _accepted(
         Scheduler,  # subclasses take the same arguments as **kwargs
         vllm_config=config,
@@ -146,23 +145,20 @@ def _scheduler_class(setup: EngineSetup) -> Any:
     return Scheduler
 
 
-def block_hasher(scheduler: Any) -> BlockHasher | None:
-    """The function that the engine gives every request to hash its blocks.
-
-    None in 0.9, where the KV cache manager hashes.
-    """
-    from vllm.v1.core import kv_cache_utils
+def block_hasher(scheduler: Any) -> BlockHasher:
+    """The function that the engine gives every request to hash its blocks."""
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
     config = scheduler.vllm_config
-    make = getattr(kv_cache_utils, "get_request_block_hasher", None)
-    return make and make(config.cache_config.block_size, _hash_function(config))
+    hasher: BlockHasher = get_request_block_hasher(config.cache_config.block_size, _hash_function(config))
+    return hasher
 
 
 def build_request(
     request_id: str,
     prompt: list[int],
     *,
-    hasher: BlockHasher | None,
+    hasher: BlockHasher,
     max_tokens: int,
     pooling: bool = False,
     resumable: bool = False,
@@ -197,9 +193,6 @@ def build_request(
         sampling_params=None if pooling else sampling,
         pooling_params=_call(PoolingParams, task="embed") if pooling else None,
         eos_token_id=None,
-        multi_modal_inputs=None,
-        multi_modal_hashes=None,
-        multi_modal_placeholders=None,
         arrival_time=arrival_seconds,
         priority=priority,
         block_hasher=hasher,
@@ -209,10 +202,7 @@ def build_request(
 
 
 def _hash_function(config: Any) -> Callable[[Any], Any]:
-    try:
-        from vllm.utils.hashing import get_hash_fn_by_name
-    except ModuleNotFoundError:  # up to 0.10
-        from vllm.utils import get_hash_fn_by_name
+    from vllm.utils.hashing import get_hash_fn_by_name
 
     function: Callable[[Any], Any] = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     return function

@@ -53,7 +53,8 @@ class ModelStep:
             if (request := requests[name]).num_computed_tokens < request.num_tokens
         )
         started = (new.req_id for new in scheduled.scheduled_new_reqs)
-        return cls(scheduled, unsampled, frozenset(chain(started, release.resumed(scheduled))))
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        return cls(scheduled, unsampled, frozenset(chain(started, resumed)))
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,6 @@ class Runner:
         """How many tokens were sampled, from which the next one is made."""
         self._output = release.output_maker()
         """Makes vLLM's ModelRunnerOutput."""
-        self._drafts = release.drafts_class()
-        """vLLM's class of a step's draft tokens."""
         self._pooled: Any = torch.zeros(1)
         """The output of a pooling model."""
 
@@ -114,9 +113,11 @@ class Runner:
 
     def drafts(self, step: ModelStep) -> Any:
         """DraftTokenIds for the requests of a step; the engine asks for them after the step."""
+        from vllm.v1.outputs import DraftTokenIds
+
         names = list(step.scheduled.num_scheduled_tokens)
         proposed = [FIRST_TOKEN] * (self._setup.drafts or self._setup.canvas)
-        return self._drafts(
+        return DraftTokenIds(
             req_ids=names,
             draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
         )

@@ -91,7 +91,7 @@ class Worker:
             self.blocks[new.req_id] = list(new.block_ids[0])
             self.sequences[new.req_id] = requests[new.req_id]
         cached = step.scheduled.scheduled_cached_reqs
-        resumed = set(release.resumed(step.scheduled))
+        resumed = set(step.scheduled.scheduled_cached_reqs.resumed_req_ids)
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             ids = list(more[0]) if more else []
             self.blocks[name] = ids if name in resumed else [*self.blocks[name], *ids]

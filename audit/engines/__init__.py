@@ -15,8 +15,6 @@ from .pool.requirements import differences as pool_differences
 from .source_files import HostSource, read
 from .v0.observer import V0Observer
 from .v1_since_0_27 import V1Observer
-from .v1_until_0_11 import V1Observer009
-from .v1_until_0_15 import V1Observer012
 from .v1_until_0_19 import V1Observer017, V1Observer018
 from .v1_until_0_26 import V1Observer020, V1Observer026
 from .vllm_classes import bare_scheduler, engine_core, engine_processes
@@ -24,6 +22,7 @@ from .vllm_classes import bare_scheduler, engine_core, engine_processes
 __all__ = [
     "ADAPTERS",
     "LEVELS",
+    "OBSERVED",
     "Adapter",
     "HostSource",
     "bare_scheduler",
@@ -51,18 +50,19 @@ ADAPTERS: tuple[Adapter, ...] = (
     V1Observer020,
     V1Observer018,
     V1Observer017,
-    V1Observer012,
-    V1Observer009,
     V0Observer,
 )
 """Newest first, since a newer release often still has everything that an older adapter needs."""
+
+OBSERVED = "vLLM 0.17 to 0.33, and the v0 scheduler of 0.9"
+"""The releases for which there is an adapter."""
 
 
 def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
     """The adapter whose hooks all fit ``scheduler``.
 
     ``fields`` are those of ``EngineCoreOutput``; by default vLLM is asked for them. Raises
-    :class:`EngineMismatch`, which names the differences from the nearest adapter.
+    :class:`EngineMismatch`, which names the observed releases and the differences from the nearest adapter.
     """
     nearest, least = ADAPTERS[0], None
     for adapter in ADAPTERS:
@@ -72,8 +72,8 @@ def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
         if least is None or len(differing) < len(least):
             nearest, least = adapter, differing
     raise EngineMismatch(
-        f"{type(scheduler).__name__} is not as {nearest.NAME}, the nearest adapter, expects: "
-        + "; ".join(least or ())
+        f"kvledger observes {OBSERVED}; {type(scheduler).__name__} is not as {nearest.NAME}, the nearest "
+        "adapter, expects: " + "; ".join(least or ())
     )
 
 

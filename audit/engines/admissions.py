@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from operator import sub
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -52,9 +52,6 @@ class Attempt(msgspec.Struct, gc=False):
 
 class Admissions:
     """Handles the prefix-cache lookups, the connector's matches and the planned loads of each step."""
-
-    COUNTED: ClassVar[tuple[str, ...]] = ("local", "external")
-    """The lookup statistics that this release counts once an admission."""
 
     def __init__(self, observer: Observer, counts: EngineCounts, reports: PromptReports) -> None:
         self._observer = observer
@@ -357,13 +354,12 @@ class Admissions:
         before, after = self._statistics, self._read_statistics()
         if before is None or (not admitted and before == after):
             return None
-        scheduler, counted = self._scheduler, self.COUNTED
+        scheduler = self._scheduler
         local = external = UNCOUNTED
-        if "local" in counted and scheduler.kv_cache_manager.prefix_cache_stats is not None:
+        if scheduler.kv_cache_manager.prefix_cache_stats is not None:
             local = tuple(map(sub, after[:3], before))
         if (
             self._observer.connector is not None
-            and "external" in counted
             and getattr(scheduler, "connector_prefix_cache_stats", None) is not None
             and not getattr(scheduler, "defer_async_loads", False)
         ):

@@ -149,7 +149,7 @@ def _kv_role(transfer_config: Any) -> str | None:
 
 
 def _failure_policy(transfer_config: Any) -> str | None:
-    """What vLLM does with a request whose load failed; before 0.13 it always recomputes."""
+    """What vLLM does with a request whose load failed."""
     if transfer_config is None:
         return None
-    return str(getattr(transfer_config, "kv_load_failure_policy", "recompute"))
+    return str(transfer_config.kv_load_failure_policy)

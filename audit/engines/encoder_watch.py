@@ -1,6 +1,6 @@
 """The encoder cache of a multimodal engine: what each step hits, reserves, evicts and computes.
 
-The manager is vLLM's ``vllm/v1/core/encoder_cache_manager.py``, since 0.10.2, or one that an engine is
+The manager is vLLM's ``vllm/v1/core/encoder_cache_manager.py``, or one that an engine is
 configured with. Its methods run only for requests with encoder inputs; a model of text has no watch.
 """
 

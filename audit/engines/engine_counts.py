@@ -29,8 +29,8 @@ class EngineCounts:
         return int(request.num_computed_tokens)
 
     def preemptions(self, request: Any) -> int:
-        """How often the request was preempted; the engine counts since 0.11."""
-        return int(getattr(request, "num_preemptions", 0))
+        """How often the request was preempted."""
+        return int(request.num_preemptions)
 
     def waits_for_load(self, request: Any) -> bool:
         """Whether the request waits for an asynchronous load."""
@@ -41,11 +41,11 @@ class EngineCounts:
         return request.status.name in READY
 
     def awaits_chunk(self, request: Any) -> bool:
-        """Whether the request is a session that waits for its client's next chunk (since 0.16)."""
+        """Whether the request is a session that waits for its client's next chunk."""
         return bool(request.status.name == "WAITING_FOR_STREAMING_REQ")
 
     def paused(self, scheduler: Any) -> bool:
-        """Whether the engine is paused (since 0.14)."""
+        """Whether the engine is paused."""
         state = getattr(scheduler, "_pause_state", None)
         return state is not None and state.name != "UNPAUSED"
 
@@ -76,11 +76,11 @@ class EngineCounts:
 
 
 class EngineCounts020(EngineCounts):
-    """Before 0.26: no count of tokens in flight, and before 0.10 none of output placeholders."""
+    """Before 0.26: no count of tokens in flight."""
 
     def of(self, request: Any) -> tuple[int, int, int]:
         return (
             self.computed(request),
             int(getattr(request, "num_in_flight_tokens", -1)),
-            int(getattr(request, "num_output_placeholders", -1)),
+            request.num_output_placeholders,
         )

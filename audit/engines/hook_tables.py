@@ -65,13 +65,7 @@ V1: tuple[Hook, ...] = (
         "lives.session_extends",
         "lives.session_extended",
     ),
-    Hook(
-        "",
-        "set_pause_state",
-        (("pause_state",),),
-        after="admissions.pause_changed",
-        optional=True,  # since 0.14
-    ),
+    Hook("", "set_pause_state", (("pause_state",),), after="admissions.pause_changed"),
     Hook("", "shutdown", ((),), before="shutting_down"),
     Hook(
         "kv_cache_manager",

@@ -2,7 +2,7 @@
 
 Contents are sampled by their hash, so that of a sampled content every use is seen: spatially hashed sampling
 (Waldspurger et al., Efficient MRC Construction with SHARDS, FAST 2015). Hashes stay in the engine's process;
-events have only counts. Releases before 0.10.2 keep no hashes with the request.
+events have only counts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PromptSample:
 
     def _sampled(self, request: Any, first: int, end: int | None) -> list[tuple[int, bytes]]:
         """Place and key of each sampled content from block ``first`` up to ``end``; None: of all."""
-        hashes = getattr(request, "block_hashes", ())[first:end]
+        hashes = request.block_hashes[first:end]
         return [(place, hash[KEY]) for place, hash in enumerate(hashes, first) if not hash[0] & MASK]
 
     def _before(self, key: bytes) -> int:

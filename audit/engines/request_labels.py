@@ -69,7 +69,7 @@ class LabelReader:
             salt = getattr(request, "cache_salt", None)
             lora = _cut(str(adapter.lora_name)) if adapter else ""
             group = self._group(request.request_id) if self._group_in is not None else ""
-            priority = cut_priority(getattr(request, "priority", 0))  # v1 of 0.9.1 has none
+            priority = cut_priority(getattr(request, "priority", 0))
             session = getattr(request, "session_id", None)
             if not session and self._session_in is not None:
                 session = _found(self._session_in, request.request_id)

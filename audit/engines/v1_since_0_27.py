@@ -1,8 +1,8 @@
 """vLLM v1, releases 0.27 to 0.33: the observer of these releases, and the parts that it is made of.
 
-An older release is a subclass that replaces a few hooks and parts (``v1_until_0_26``, ``v1_until_0_19``,
-``v1_until_0_15``, ``v1_until_0_11``). Facts about vLLM stand beside the code that relies on them. Names are
-those of ``vllm/v1/core/sched/scheduler.py``.
+An older release is a subclass that replaces a few hooks and parts (``v1_until_0_26``, ``v1_until_0_19``).
+Facts about vLLM stand beside the code that relies on them. Names are those of
+``vllm/v1/core/sched/scheduler.py``.
 """
 
 from __future__ import annotations

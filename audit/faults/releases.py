@@ -21,7 +21,8 @@ EXAMINED: dict[str, tuple[str, ...]] = {
     ),
     "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.6", "0.5.7rc2"),
 }
-"""The releases of the matrix (``scripts/releases.py``), oldest first."""
+"""The releases whose scheduler was driven, oldest first: those of the matrix (``scripts/releases.py``), and
+earlier ones that are no longer observed."""
 
 State = Literal["has", "may have", "free"]
 """``may have``: the release lies between one with the fault and one without, and was not examined."""

@@ -8,21 +8,16 @@ in this package does. Only the scheduler side exists. What the worker side would
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from ..engines.connector_metadata import register
 from ..engines.connector_metadata.metadata_reader import MetadataReader
 from .workload import Answer
-
-_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
-_TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class WorkloadConnector(KVConnectorBase_V1):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
+        super().__init__(vllm_config, role, kv_cache_config)
         self.answers: dict[str, deque[Answer]] = {}
         """The answers that each request has still to get."""
         self.holds: set[str] = set()
@@ -111,7 +106,7 @@ class WorkloadConnector(KVConnectorBase_V1):
         raise NotImplementedError
 
 
-class WorkloadHybridConnector(WorkloadConnector, _SupportsHMA):
+class WorkloadHybridConnector(WorkloadConnector, SupportsHMA):
     """The same for pools with more than one KV cache group."""
 
     def request_finished_all_groups(

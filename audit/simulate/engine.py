@@ -171,6 +171,8 @@ class SimulatedRunner(Runner):
 
     def drafts(self, step: ModelStep) -> Any:
         """The recorded number of drafts."""
+        from vllm.v1.outputs import DraftTokenIds
+
         names = list(step.scheduled.num_scheduled_tokens)
         proposed = []
         for name in names:
@@ -181,7 +183,7 @@ class SimulatedRunner(Runner):
                 verified = one.request.drafts[one.drafted : one.drafted + 1] if one else []
                 count = verified[0].drafts if verified else 0
             proposed.append([FIRST_TOKEN] * (0 if name in step.unsampled else count))
-        return self._drafts(req_ids=names, draft_token_ids=proposed)
+        return DraftTokenIds(req_ids=names, draft_token_ids=proposed)
 
 
 class Engine(Driver):

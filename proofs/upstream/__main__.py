@@ -103,10 +103,6 @@ EXCLUDED = {
     "test_scheduler_reset_prefix_cache": "sets the engine's count of tokens in flight to 0",
     "test_priority_scheduling_blast": "has images and an encoder budget of no token, so that its engine "
     "really stands still from step 1,976 on; with five drafts it also returns one token too many",
-    "test_schedule_order": "adds several requests with one id in 0.12.0",
-    "test_priority_scheduling_preemption": "adds several requests with one id in 0.12.0",
-    "test_priority_scheduling_no_preemption_when_space_available": "adds several requests with one id in "
-    "0.12.0",
     "test_async_load_does_not_double_reserve_mamba_spec_blocks": "has a connector that loads the whole "
     "prompt of a model with states; the last token is computed again from a state that has it already, which "
     "is why NIXL leaves this token out",

@@ -48,8 +48,6 @@ class OracleAccount(Account):
     """Computed tokens before the first step."""
     failed: Life | None = None
     """The last life whose load failed."""
-    unloaded: int = 0
-    """Tokens of the blocks that failed while the life waited for them."""
     queue: list[Work | Hit | Load] = field(default_factory=list)
     """What the device has still to do, or has done without a delivered output, oldest first."""
     loads: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -211,14 +209,12 @@ class Oracle:
         life = Life(len(account.lives) + 1, fact.local, fact.external, fact.asynchronous, promised)
         account.lives.append(life)
         account.loads[life.number] = fact.tables[0]
-        account.unloaded = 0
         account.counts["promised"] += fact.external
         account.queue.append(Hit(life))
         account.catch_up()
         if not follows("attempts"):
             self.local.add(len(fact.sequence), fact.local)
-        if not follows("runs"):
-            self.external.add(len(fact.sequence) - self.asked.get(fact.request_id, 0), fact.external)
+        self.external.add(len(fact.sequence) - self.asked.get(fact.request_id, 0), fact.external)
 
     def _preempted(self, fact: tape.Preempted) -> None:
         account = self.accounts[fact.request_id]
@@ -235,8 +231,6 @@ class Oracle:
             assert life is not None, f"{name} was scheduled without an admission"
             if account.plan is None:
                 account.plan, account.hits = (life.local, life.external), fact.computed[name]
-            if follows("runs") and account.ran is not life:
-                self.external.add(len(fact.sequences[name]), life.external - account.unloaded)
             account.ran = life
             work = Work(life, fact.computed[name], tokens, drafts)
             known = len(fact.sequences[name])
@@ -331,9 +325,6 @@ class Oracle:
             held = self._may_fail(account, before, fact.step.get(name, (0, 0))[0])
             looked_at = before.status in ("RUNNING", WAITS_FOR_LOAD)
             if looked_at and fact.invalid_blocks.intersection(held):
-                if before.status == WAITS_FOR_LOAD:
-                    whole = before.computed if account.failed is life else len(held) * self.block_size
-                    account.unloaded += whole - fact.after[name].computed
                 account.fail_load(life, fact.after[name].computed)
                 names.add(name)
             elif before.status == "RUNNING" and self._loads_now(account) and not life.asynchronous:

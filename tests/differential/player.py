@@ -36,9 +36,6 @@ PLACEHOLDER = 32_000 - 1
 """The token of a prompt that stands for a part of an encoder input. Before 0.19 only this token says where an
 input lies in a block: the block's hash has nothing but the name of the input."""
 
-NEEDS = {"chunked": ["chunked groups"], "replay": ["replayed window"], "mamba": ["states"]}
-"""What a release must be capable of to have a kind of group. Sliding windows take the place of others."""
-
 
 @dataclass
 class Played:
@@ -53,25 +50,10 @@ class Played:
 
 def _setup(history: History) -> dict[str, Any]:
     """The history's setup, without what this release can't run."""
-    setup = {**history.setup}
-    if release.lacking(["async"]):
-        setup["asynchronous"] = False
-    if setup["asynchronous"] and release.lacking(["async drafts"]):
-        setup.pop("drafts", None)
-    if "connector" in setup and release.lacking(["hybrid connector"]):
-        setup.pop("groups", None)
-    groups = tuple(
-        "sliding" if release.lacking(NEEDS.get(kind, ())) else kind for kind in setup.get("groups", ())
-    )
-    if len({*groups}) > 2 and release.lacking(["several kinds of windows"]):
-        groups = (groups[0], groups[-1])
-    if "mamba" in groups and release.lacking(["aligned states"]):
-        setup["prefix_caching"] = False
-    if groups:
-        setup["groups"] = groups
-    if release.lacking(["encoder inputs"]):
-        setup.pop("encoder_tokens", None)
-    return setup
+    groups = history.setup.get("groups", ())
+    if "replay" not in groups or not release.lacking(["replayed window"]):
+        return history.setup
+    return {**history.setup, "groups": tuple("sliding" if kind == "replay" else kind for kind in groups)}
 
 
 def tiers_of(name: str, tokens: int) -> dict[str, int]:
@@ -153,7 +135,7 @@ class _Player:
             driver.connector.store(add.name, add.stored, asynchronous=add.asynchronous)
             if add.delay_free:
                 driver.connector.script.delay_free.add(add.name)
-        resumable = add.resumable and not release.lacking(["session"])
+        resumable = add.resumable
         self.names.append(add.name)
         if resumable:
             self.sessions.add(add.name)
@@ -209,8 +191,6 @@ class _Player:
         self.driver.preempt(request.request_id, drop=True if dropping else None)
 
     def reset(self, running: bool) -> None:
-        if running and release.lacking(["reset under running requests"]):
-            return
         with contextlib.suppress(RuntimeError):  # A request waits for its load, or holds blocks.
             self.driver.reset_prefix_cache(running=running)
 
@@ -232,7 +212,7 @@ class _Player:
         loading = sorted(set(loading))
         finished = {0: [], 1: loading, 2: loading[:1]}[output.finish]
         reports: dict[str, Any] = {"finished_sending": "all" if output.sent else ()}
-        if output.failure and not release.lacking(["failed load"]):
+        if output.failure:
             reports |= self.failure(output, ordered, loading)
             if "request" in reports:
                 name = reports.pop("request")

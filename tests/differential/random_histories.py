@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 BLOCK = 4
-"""Tokens of a block. With larger blocks all prompts and limits are as many times larger."""
+"""Tokens of a block."""
 SEVERAL = (
     ("full", "sliding", "sliding"),
     ("full", "chunked"),
@@ -132,10 +132,10 @@ class History:
 # --- drawing --------------------------------------------------------------------------------------
 
 
-def draw(seed: int, block_size: int = BLOCK) -> History:
+def draw(seed: int) -> History:
     """The history of a seed."""
     dice = random.Random(seed)
-    setup, depth = _setup(dice, block_size)
+    setup, depth = _setup(dice)
     kinds = random.Random(f"kinds of {seed}")
     _add_groups(kinds, setup)
     drawing = _Drawing(dice, kinds, setup, depth)
@@ -143,16 +143,15 @@ def draw(seed: int, block_size: int = BLOCK) -> History:
     return History(seed, setup, depth, tuple(operations))
 
 
-def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
-    times = block_size // BLOCK
+def _setup(dice: random.Random) -> tuple[dict[str, Any], int]:
     asynchronous = dice.random() < 0.45
     depth = dice.choice((2, 2, 3)) if asynchronous else dice.choice((1, 1, 1, 1, 2))
     setup: dict[str, Any] = {
-        "block_size": block_size,
+        "block_size": BLOCK,
         "blocks": dice.choice((20, 22, 26, 32, 48)),
         "max_running": dice.choice((1, 2, 3, 4, 8)),
-        "max_batched_tokens": times * dice.choice((8, 12, 16, 24, 32, 64)),
-        "max_model_len": 256 * times,
+        "max_batched_tokens": dice.choice((8, 12, 16, 24, 32, 64)),
+        "max_model_len": 256,
         "asynchronous": asynchronous,
     }
     if dice.random() < 0.55:
@@ -164,7 +163,7 @@ def _setup(dice: random.Random, block_size: int) -> tuple[dict[str, Any], int]:
         setup["drafter"] = dice.choice(("ngram", "ngram", "eagle"))
     if dice.random() < 0.15:
         kind = dice.choice(("sliding", "sliding", "replay"))
-        setup |= {"groups": ("full", kind), "sliding_window": times * dice.choice((4, 8, 12))}
+        setup |= {"groups": ("full", kind), "sliding_window": dice.choice((4, 8, 12))}
         setup["blocks"] *= 2
     if dice.random() < 0.08:
         setup["prefix_caching"] = False
@@ -186,17 +185,16 @@ def _change_weights(dice: random.Random, operations: list[Operation]) -> list[Op
 
 def _add_groups(dice: random.Random, setup: dict[str, Any]) -> None:
     """Draw what a model has beside one group of full attention."""
-    times = setup["block_size"] // BLOCK
     if "groups" not in setup and dice.random() < 0.3:
         groups = dice.choice(SEVERAL)
-        setup |= {"groups": groups, "sliding_window": times * dice.choice((4, 8, 12))}
+        setup |= {"groups": groups, "sliding_window": dice.choice((4, 8, 12))}
         setup["blocks"] *= len(groups)
         if "chunked" in groups and setup.get("drafter") == "eagle":
             setup["drafter"] = "ngram"  # no release has both
         if "mamba" in groups:
             setup.pop("prefix_caching", None)  # without it a block of states has another size
     if dice.random() < 0.1:
-        setup["encoder_tokens"] = times * dice.choice((8, 16, 32))
+        setup["encoder_tokens"] = dice.choice((8, 16, 32))
 
 
 @dataclass
@@ -231,7 +229,7 @@ class _Drawing:
     def add(self) -> Add:
         dice = self.dice
         self.added += 1
-        prompt = self.times * dice.choice((1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 31, 32, 40))
+        prompt = dice.choice((1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 31, 32, 40))
         shared = dice.choice((0, prompt, prompt, dice.randint(0, prompt)))
         external = "connector" in self.setup and dice.random() < 0.7
         return Add(
@@ -251,14 +249,10 @@ class _Drawing:
 
     def images(self, prompt: int) -> tuple[tuple[str, int, int], ...]:
         """Encoder inputs that requests of a family may have in common. An image has one number of tokens."""
-        first, tokens = (self.times * self.kinds.choice(sizes) for sizes in ((0, 2, 5), (1, 3, 6)))
+        first, tokens = (self.kinds.choice(sizes) for sizes in ((0, 2, 5), (1, 3, 6)))
         places = first, first + 2 * tokens
         drawn = [(f"{self.kinds.choice(('cat', 'dog'))} {tokens}", at, tokens) for at in places]
         return tuple(image for image in drawn if image[1] + tokens <= prompt)
-
-    @property
-    def times(self) -> int:
-        return int(self.setup["block_size"]) // BLOCK
 
     def stored(self, prompt: int) -> int:
         return self.dice.choice((prompt, prompt + self.setup["block_size"], self.dice.randint(0, prompt)))
@@ -274,11 +268,11 @@ class _Drawing:
         ]
         if "connector" in self.setup:
             kinds += [
-                lambda: Store(which, self.stored(32 * self.times), dice.random() < 0.5),
+                lambda: Store(which, self.stored(32), dice.random() < 0.5),
                 lambda: Defer(which),
             ]
         if self.sessions:
-            tokens = self.times * dice.choice((0, 1, 3, 8, 13))
+            tokens = dice.choice((0, 1, 3, 8, 13))
             kinds += 3 * [lambda: Chunk(which, tokens, dice.choice((1, 2, 5)))]
         return dice.choice(kinds)()
 

@@ -18,14 +18,10 @@ class Rule(NamedTuple):
 
     until: tuple[int, int]
     says: str
-    since: tuple[int, int] = (0, 9)
 
 
 RULES = {
-    "large blocks": Rule((0, 12), "On CPUs a block has at least 16 tokens."),
     "attempts": Rule((0, 27), "A local lookup is counted when it is made, also if no admission follows."),
-    "unseen blocks": Rule((0, 10), "kvledger does not observe blocks."),
-    "unread lookups": Rule((0, 16), "kvledger does not read the engine's statistics of lookups."),
     "uncounted waits": Rule(
         (0, 18),
         "A request that waits for its load has no computed tokens. The failure of any block counts, and the "
@@ -34,23 +30,12 @@ RULES = {
     "first hits": Rule(
         (0, 19), "Of a running request the failure of a block counts within the hits of its first run."
     ),
-    "runs": Rule(
-        (0, 16),
-        "An external lookup is counted when its request begins to run, with the whole sequence and without "
-        "the blocks that failed to load.",
-        since=(0, 11),
-    ),
 }
-
-
-def smallest_block() -> int:
-    """The tokens of a block in random histories."""
-    return 16 if follows("large blocks") else 4
 
 
 def follows(rule: str) -> bool:
     """Whether the installed release follows a rule."""
-    return RULES[rule].since <= _release() < RULES[rule].until
+    return _release() < RULES[rule].until
 
 
 def has(fault: str) -> bool:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tests.differential.release_rules import follows
-
 FINISHED = "FINISHED"
 """The statuses of ended requests begin with this word."""
 
@@ -244,8 +242,6 @@ class Tape:
     layout: tuple[Group, ...] = ()
     null_block: int = -1
     _scheduler: Any = None
-    _matched: dict[str, int] = field(default_factory=dict)
-    """The connector's last answer by request; before 0.16, `allocate_slots` is not given it."""
     _resetting: bool = False
     _ended_by_output: bool = False
     """Whether `update_from_output` is running: the requests that it ends are part of its own record."""
@@ -264,23 +260,15 @@ class Tape:
             "reset_prefix_cache",
         ):
             self._wrap(scheduler, name, getattr(self, f"_of_{name}"))
-        if hasattr(scheduler, "_preempt_request"):
-            self._wrap(scheduler, "_preempt_request", self._of_preempt_request)
-        else:
-            self._wrap(scheduler.kv_cache_manager, "free", self._of_free)
+        self._wrap(scheduler, "_preempt_request", self._of_preempt_request)
         self._wrap(scheduler.kv_cache_manager, "allocate_slots", self._of_allocate_slots)
         self._wrap(scheduler.kv_cache_manager, "get_computed_blocks", self._of_lookup)
         coordinator = scheduler.kv_cache_manager.coordinator
         if hasattr(coordinator, "find_longest_cache_hit_per_group"):
             self._wrap(coordinator, "find_longest_cache_hit_per_group", self._of_lookup_by_group)
-        if hasattr(scheduler, "_update_waiting_for_remote_kv"):
-            self._wrap(scheduler, "_update_waiting_for_remote_kv", self._of_arrival)
+        self._wrap(scheduler, "_update_waiting_for_remote_kv", self._of_arrival)
         if scheduler.connector is not None:
             self._wrap(scheduler.connector, "get_num_new_matched_tokens", self._of_match)
-
-    def read_rest(self) -> None:
-        """Add the lookups that no output has reported: 0.9 reports them with tokens only."""
-        self.local_stats.add(self._scheduler.kv_cache_manager.make_prefix_cache_stats())
 
     def _wrap(self, owner: Any, name: str, record: Callable[..., Any]) -> None:
         call = getattr(owner, name)
@@ -314,8 +302,6 @@ class Tape:
         return {request.request_id: self._state(request) for request in requests}
 
     def _cached(self) -> Cached:
-        if follows("unseen blocks"):
-            return {}
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         keys = [
@@ -324,8 +310,6 @@ class Tape:
         return {number: (get_group_id(key), get_block_hash(key)) for number, key in keys if key is not None}
 
     def _note_hashes(self) -> None:
-        if follows("unseen blocks"):
-            return
         size = self._scheduler.block_size
         for request in self._scheduler.requests.values():
             for number, block_hash in enumerate(request.block_hashes, 1):
@@ -359,13 +343,6 @@ class Tape:
         self.facts.append(Preempted(request.request_id, dropped, self._resetting))
         return result
 
-    def _of_free(self, call: Callable[..., Any], request: Any) -> Any:
-        preempted = request.status.name == "RUNNING"
-        result = call(request)
-        if preempted:
-            self.facts.append(Preempted(request.request_id, False, False))
-        return result
-
     def _of_arrival(self, call: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         before = request.num_computed_tokens
         result = call(request, *args, **kwargs)
@@ -393,7 +370,7 @@ class Tape:
                     request.request_id,
                     _sequence(request),
                     given.get("num_new_computed_tokens", 0),
-                    given.get("num_external_computed_tokens", self._matched.get(request.request_id, 0)),
+                    given.get("num_external_computed_tokens", 0),
                     bool(given.get("delay_cache_blocks", False)),
                     self._tables(request),
                 )
@@ -417,7 +394,6 @@ class Tape:
 
     def _of_match(self, call: Callable[..., Any], request: Any, local: int) -> Any:
         external, asynchronous = call(request, local)
-        self._matched[request.request_id] = external
         self.facts.append(Matched(request.request_id, local, external, asynchronous))
         return external, asynchronous
 
@@ -447,7 +423,7 @@ class Tape:
         finally:
             self._ended_by_output = False
         self._note_hashes()
-        transfers = getattr(answer, "kv_connector_output", answer)  # 0.9 has its fields in the answer
+        transfers = answer.kv_connector_output
         returned: dict[str, int] = {}
         ended: set[str] = set()
         for of_client in outputs.values():

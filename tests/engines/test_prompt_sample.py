@@ -109,12 +109,3 @@ def test_the_sample_is_bounded() -> None:
 
     assert [MOST + 10, 0, 0, 0] == sample.admitted(request("a", MOST + 10), 0)
     assert MOST == len(sample._seen)
-
-
-def test_releases_that_keep_no_hashes_with_a_request_have_no_sample() -> None:
-    sample, _ = sampled()
-    without = request("a", 12)
-    del without.block_hashes
-
-    assert sample.admitted(without, 0) is None
-    sample.ended(without)

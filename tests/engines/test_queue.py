@@ -10,18 +10,12 @@ from tests.engines.observed import audited, observe
 from tests.scenarios.driving import Driver, start
 
 from kvledger.audit.causes import FIRST_TOKEN, QUEUE, QUEUED
-from kvledger.audit.conformance.release import lacking
 from kvledger.audit.events import LeftWaiting
 
 pytest.importorskip("vllm")
 
 
-def needs(capability: str) -> pytest.MarkDecorator:
-    """Leave a test out where the installed vLLM lacks what it drives."""
-    return pytest.mark.skipif(bool(lacking([capability])), reason=", ".join(lacking([capability])))
-
-
-BOTH = pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=needs("async"))])
+BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 def causes(drive: Callable[[Driver], None], request_id: str, **setup: Any) -> set[str]:
@@ -125,7 +119,6 @@ def test_a_paused_engine_admits_nobody(asynchronous: bool) -> None:
     assert {"paused", "next_step"} == causes(drive, "during", asynchronous=asynchronous)
 
 
-@needs("deferred lookup")
 def test_a_connector_without_an_answer_is_no_cause_of_a_step() -> None:
     def drive(driver: Driver) -> None:
         matched = driver.scheduler.connector.get_num_new_matched_tokens

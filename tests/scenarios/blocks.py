@@ -39,7 +39,7 @@ def double_allocation(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any
     return driver
 
 
-@workload("deferred lookup", two_groups=EXTERNAL)
+@workload(two_groups=EXTERNAL)
 def double_allocation_after_preemption(attach: Attach = id, *, groups: Any = HYBRID, **setup: Any) -> Driver:
     """`r` hits blocks that it computed itself before it was preempted."""
     driver = _start(attach, groups, max_batched_tokens=16 * FILLER_BLOCKS, **setup)
@@ -82,7 +82,7 @@ def window_leaves_blocks(attach: Attach = id, *, groups: Any = HYBRID, **setup: 
     return driver
 
 
-@workload("chunked groups")
+@workload()
 def chunks_leave_blocks(attach: Attach = id, **setup: Any) -> Driver:
     """The same with local attention in chunks: all blocks of a chunk leave when the next begins."""
     return window_leaves_blocks(attach, groups=("full", "chunked"), **setup)

@@ -65,33 +65,6 @@ def load_of_whole_blocks(attach: Attach) -> None:
     _rounded(attach, external=32)
 
 
-def _aborted_load(attach: Attach, *, late: bool) -> None:
-    driver = driving.start(attach, connector="scripted", blocks=16)
-    driver.connector.answer_lookups("r", (64, True))
-    driver.add("r", 80, 3)
-    driver.step()
-    loading = driver.blocks("r")[:4]
-    driver.abort("r")
-    driver.add("other", 200, 3)
-    for _ in range(3):
-        driver.step()
-    if late:
-        driver.scheduler.kv_runner.fill(0, loading)
-    driver.run()
-    driver.add("next", 200, 3, shares=("other", 200))
-    driver.run()
-
-
-def load_after_abort(attach: Attach) -> None:
-    """A request is aborted during its load, which writes when another request may hold the blocks."""
-    _aborted_load(attach, late=True)
-
-
-def load_before_abort(attach: Attach) -> None:
-    """The load has written its blocks when its request is aborted."""
-    _aborted_load(attach, late=False)
-
-
 def offload_store_race(attach: Attach) -> None:
     """A step stores blocks while the step that fills them is still in flight."""
     offloaded(attach, asynchronous=True)
@@ -107,8 +80,6 @@ FAULTS: dict[str, Callable[[Attach], None]] = {
     "failed-load-computed": failed_load_is_computed,
     "load-rounded-up": load_rounded_up,
     "load-of-whole-blocks": load_of_whole_blocks,
-    "load-after-abort": load_after_abort,
-    "load-before-abort": load_before_abort,
     "offload-store-race": offload_store_race,
     "offload-store-in-order": offload_store_in_order,
 }

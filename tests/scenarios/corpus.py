@@ -122,7 +122,7 @@ def resumed_cold(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("LMCache#1969: resumed, local then external", "deferred lookup")
+@_history("LMCache#1969: resumed, local then external")
 def resumed_local_then_external(attach: Attach = id) -> Driver:
     """While the lookup of `r` is deferred, a filler gets every block except the first that `r` had."""
     driver = start(attach, connector="scripted", blocks=6)
@@ -136,7 +136,7 @@ def resumed_local_then_external(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("asynchronous load fails in part, recomputed", "failed load")
+@_history("asynchronous load fails in part, recomputed")
 def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     driver.connector.answer_lookups("r", (160, True))
@@ -147,7 +147,7 @@ def asynchronous_load_fails_in_part(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("asynchronous load fails wholly, looked up anew", "failed load")
+@_history("asynchronous load fails wholly, looked up anew")
 def asynchronous_load_fails_wholly(attach: Attach = id) -> Driver:
     driver = start(attach, connector="scripted")
     driver.connector.answer_lookups("r", (160, True))
@@ -169,7 +169,7 @@ def three_drafts(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async scheduling, one step ahead, overrun at stop", "async")
+@_history("async scheduling, one step ahead, overrun at stop")
 def overrun_at_stop(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, stop_at=2)
@@ -177,7 +177,7 @@ def overrun_at_stop(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async, preempted with a step in flight, delivered", "async")
+@_history("async, preempted with a step in flight, delivered")
 def preempted_in_flight_delivered(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, 3)
@@ -190,7 +190,7 @@ def preempted_in_flight_delivered(attach: Attach = id) -> Driver:
     return driver
 
 
-@_history("async, preempted with a step in flight, dropped", "async", "dropped output")
+@_history("async, preempted with a step in flight, dropped", "dropped output")
 def preempted_in_flight_dropped(attach: Attach = id) -> Driver:
     driver = start(attach, asynchronous=True)
     driver.add("r", 40, 2)

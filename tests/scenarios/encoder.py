@@ -10,7 +10,7 @@ from tests.scenarios.driving import Attach, Driver, images, start
 from tests.scenarios.registry import BOTH, workload
 
 
-@workload("encoder cache", **BOTH)
+@workload(**BOTH)
 def image_of_two_requests(attach: Attach = id, **setup: Any) -> Driver:
     """A second request has the image of the first one at another place, behind other text."""
     driver = start(attach, encoder_tokens=64, **setup)
@@ -21,7 +21,7 @@ def image_of_two_requests(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("encoder cache", **BOTH)
+@workload(**BOTH)
 def images_evicted_after_use(attach: Attach = id, **setup: Any) -> Driver:
     """Four images of requests one after another in a cache for two; the first comes again."""
     driver = start(attach, encoder_tokens=64, **setup)
@@ -31,7 +31,7 @@ def images_evicted_after_use(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("encoder cache", **BOTH)
+@workload(**BOTH)
 def image_in_chunks(attach: Attach = id, **setup: Any) -> Driver:
     """A step ends within an image, and another request has the same image in the same steps."""
     driver = start(attach, encoder_tokens=64, max_batched_tokens=64, **setup)
@@ -41,7 +41,7 @@ def image_in_chunks(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("encoder cache", **BOTH)
+@workload(**BOTH)
 def image_twice_in_a_prompt(attach: Attach = id, **setup: Any) -> Driver:
     """One step reads an image to its end and begins its second place; then another request needs space.
 
@@ -55,7 +55,7 @@ def image_twice_in_a_prompt(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("encoder cache")
+@workload()
 def image_of_a_request_preempted_in_its_step(attach: Attach = id, **setup: Any) -> Driver:
     """An urgent request preempts `r` in the step that was to compute its image.
 
@@ -78,7 +78,7 @@ def image_of_a_request_preempted_in_its_step(attach: Attach = id, **setup: Any) 
     return driver
 
 
-@workload("encoder-decoder cache")
+@workload()
 def encoder_decoder(attach: Attach = id, **setup: Any) -> Driver:
     """A model of speech: each decode step credits the encoder cache again (vLLM#55733)."""
     driver = start(

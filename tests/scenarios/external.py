@@ -45,7 +45,7 @@ def abort_everywhere(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("deferred lookup", **BOTH)
+@workload(**BOTH)
 def external_sync(attach: Attach = id, **setup: Any) -> Driver:
     """An external hit, a deferred lookup, and a prompt whose external part is a local hit."""
     driver = start(attach, connector="scripted", **setup)
@@ -76,7 +76,7 @@ def external_async(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("hybrid connector", **BOTH)
+@workload(**BOTH)
 def states_cut(attach: Attach = id, **setup: Any) -> Driver:
     """The connector cuts the last token off a prompt, whose states it could not hand over."""
     driver = start(
@@ -88,7 +88,7 @@ def states_cut(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("hybrid connector", "states", **BOTH)
+@workload(**BOTH)
 def states_hit_between_checkpoints(attach: Attach = id, **setup: Any) -> Driver:
     """A prompt shares a prefix that ends where no state was kept, and the connector has nothing more."""
     driver = start(attach, connector="scripted", groups=("full", "mamba"), blocks=128, **setup)
@@ -99,7 +99,7 @@ def states_hit_between_checkpoints(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("hybrid connector", "replayed window", **BOTH)
+@workload("replayed window", **BOTH)
 def replayed_window(attach: Attach = id, **setup: Any) -> Driver:
     """Hits within the replayed window of 64 tokens, which are given up, and longer ones.
 
@@ -167,35 +167,35 @@ def _fail_load(driver: Driver, first_failed: int, asynchronous: bool) -> Driver:
     return driver
 
 
-@workload("failed load", **BOTH)
+@workload(**BOTH)
 def load_failure_sync(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 4, False)
 
 
-@workload("failed load", "failure policy", **BOTH)
+@workload(**BOTH)
 def load_failure_sync_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
     return _fail_load(driver, 4, False)
 
 
-@workload("failed load", **BOTH)
+@workload(**BOTH)
 def load_failure_async_partial(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 4, True)
 
 
-@workload("failed load", sync={}, loads_async={"asynchronous_load": True})
+@workload(sync={}, loads_async={"asynchronous_load": True})
 def load_failure_in_a_window(attach: Attach = id, asynchronous_load: bool = False, **setup: Any) -> Driver:
     """Block 8 fails, and the load of ten blocks filled the last two only: the others lie below the window."""
     driver = start(attach, connector="scripted", groups=("sliding",), sliding_window=32, **setup)
     return _fail_load(driver, 8, asynchronous_load)
 
 
-@workload("failed load", **BOTH)
+@workload(**BOTH)
 def load_failure_async_total(attach: Attach = id, **setup: Any) -> Driver:
     return _fail_load(start(attach, connector="scripted", **setup), 0, True)
 
 
-@workload("failed load", **{"async": {"asynchronous": True}})
+@workload(**{"async": {"asynchronous": True}})
 def load_failure_sync_before_next_output(attach: Attach = id, **setup: Any) -> Driver:
     """The output of a step in flight at the failure is delivered before `r` computes the tokens again."""
     driver = start(attach, connector="scripted", **setup)
@@ -209,7 +209,7 @@ def load_failure_sync_before_next_output(attach: Attach = id, **setup: Any) -> D
     return driver
 
 
-@workload("failed load", **{"async": {"asynchronous": True}})
+@workload(**{"async": {"asynchronous": True}})
 def load_failure_of_a_shared_block(attach: Attach = id, **setup: Any) -> Driver:
     """`waits` and `r` share a block, which the asynchronous load of `waits` reports as invalid."""
     driver = start(attach, connector="scripted", **setup)
@@ -227,7 +227,7 @@ def load_failure_of_a_shared_block(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("failed load", **BOTH)
+@workload(**BOTH)
 def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails; equal steps compute its tokens again, and the last one ends `r`."""
     driver = start(attach, connector="scripted", max_batched_tokens=32, **setup)
@@ -239,7 +239,7 @@ def load_failure_recomputed_in_chunks(attach: Attach = id, **setup: Any) -> Driv
     return driver
 
 
-@workload("failed load")
+@workload()
 def load_failure_read_by_a_neighbour(attach: Attach = id, **setup: Any) -> Driver:
     """Request `b` shares blocks of `r` whose load fails, and runs on while `r` computes them in chunks."""
     driver = start(attach, connector="scripted", **setup)
@@ -257,7 +257,7 @@ def load_failure_read_by_a_neighbour(attach: Attach = id, **setup: Any) -> Drive
     return driver
 
 
-@workload("failed load", **BOTH)
+@workload(**BOTH)
 def load_failure_after_a_preemption(attach: Attach = id, **setup: Any) -> Driver:
     """Request `r` is preempted while the step that loads for it is in flight, and the load fails.
 
@@ -277,7 +277,7 @@ def load_failure_after_a_preemption(attach: Attach = id, **setup: Any) -> Driver
     return driver
 
 
-@workload("failed load", "reset under running requests")
+@workload()
 def load_failure_then_reset(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails, and the cache is reset before the tokens are computed again."""
     driver = start(attach, connector="scripted", **setup)
@@ -290,7 +290,7 @@ def load_failure_then_reset(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("failed load", "failure policy", **BOTH)
+@workload(**BOTH)
 def load_failure_async_policy_fail(attach: Attach = id, **setup: Any) -> Driver:
     driver = start(attach, connector="scripted", load_failure_policy="fail", **setup)
     return _fail_load(driver, 4, True)
@@ -322,7 +322,7 @@ def delayed_free(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("session", **BOTH)
+@workload(**BOTH)
 def session_delayed_free(attach: Attach = id, **setup: Any) -> Driver:
     """A session ends while it waits for its next chunk, and the connector keeps its blocks for a while."""
     driver = start(attach, connector="scripted", **setup)

@@ -70,7 +70,7 @@ def handed_over(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("failed load", **EXTERNAL)
+@workload(**EXTERNAL)
 def local_hit_fails(attach: Attach = id, **setup: Any) -> Driver:
     """A synchronous load fails, and half of the local hit below it is reported as invalid too."""
     driver = start(attach, **setup)

@@ -278,7 +278,6 @@ SCENARIOS: dict[str, LMCacheScenario] = {
             f"lmcache_{drive.__name__}_{adapter}_{mode}",
             drive,
             {"adapter": adapter, "asynchronous": asynchronous},
-            frozenset({"async"} if asynchronous else ()),
         )
     ]
 }

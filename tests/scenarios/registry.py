@@ -41,17 +41,7 @@ def workload(*requires: str, **variants: dict[str, Any]) -> Callable[[Drive], Dr
     def register(drive: Drive) -> Drive:
         for suffix, setup in (variants or {"": {}}).items():
             name = f"{drive.__name__}_{suffix}".rstrip("_")
-            WORKLOADS[name] = Scenario(name, drive, setup, implied(setup).union(requires))
+            WORKLOADS[name] = Scenario(name, drive, setup, frozenset(requires))
         return drive
 
     return register
-
-
-def implied(setup: Mapping[str, Any]) -> frozenset[str]:
-    """The capabilities that an engine's setup requires of the installed vLLM."""
-    capabilities = set()
-    if setup.get("asynchronous"):
-        capabilities.add("async drafts" if setup.get("drafts") else "async")
-    if len(setup.get("groups", ())) > 1 and setup.get("connector"):
-        capabilities.add("hybrid connector")
-    return frozenset(capabilities)

@@ -14,7 +14,6 @@ A lookup is answered by the first rule that applies:
 
 # mypy: disallow-subclassing-any=False
 
-import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,13 +21,9 @@ from typing import Any
 
 from tests.scenarios.scripted_reader import ScriptedReader
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from kvledger.audit.engines.connector_metadata import register
-
-_SupportsHMA: Any = getattr(_base, "SupportsHMA", object)  # since 0.11
-_TAKES_LAYOUT = "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters  # since 0.12
 
 Answer = int | tuple[int, bool] | None
 """External tokens beyond the local hit; with True where they load asynchronously; None to defer."""
@@ -101,7 +96,7 @@ class ScriptedConnector(KVConnectorBase_V1):
     """The scripted scheduler side of an external cache; the worker side is never called."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config, role, *[kv_cache_config] * _TAKES_LAYOUT)
+        super().__init__(vllm_config, role, kv_cache_config)
         self.script = Script()
         self.block_size: int = vllm_config.cache_config.block_size
         self.held: set[str] = set()
@@ -196,7 +191,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         raise NotImplementedError
 
 
-class ScriptedHybridConnector(ScriptedConnector, _SupportsHMA):
+class ScriptedHybridConnector(ScriptedConnector, SupportsHMA):
     """A scripted connector for pools with more than one KV cache group."""
 
     def request_finished_all_groups(

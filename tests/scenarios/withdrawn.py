@@ -27,7 +27,7 @@ def _withdraw(attach: Attach, low: int, **setup: Any) -> Driver:
     return driver
 
 
-@workload("withdrawn step", **BOTH)
+@workload(**BOTH)
 def withdrawn_step(attach: Attach = id, **setup: Any) -> Driver:
     """`low` is preempted in the step that was to compute its third chunk; resumed, it hits a block of it."""
     driver = _withdraw(attach, 96, blocks=9, **setup)
@@ -35,7 +35,7 @@ def withdrawn_step(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("withdrawn step", **BOTH)
+@workload(**BOTH)
 def withdrawn_step_then_abort(attach: Attach = id, **setup: Any) -> Driver:
     """`low` is aborted after its step was withdrawn, and its client tries again with the same prompt."""
     driver = _withdraw(attach, 96, blocks=9, **setup)
@@ -45,7 +45,7 @@ def withdrawn_step_then_abort(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("aligned states", sync={}, **{"async": {"asynchronous": True}})
+@workload(sync={}, **{"async": {"asynchronous": True}})
 def withdrawn_state(attach: Attach = id, **setup: Any) -> Driver:
     """The withdrawn step was to compute the last token below a checkpoint; the next turn hits the checkpoint.
 
@@ -63,7 +63,7 @@ def withdrawn_state(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("states", **BOTH)
+@workload(**BOTH)
 def abort_in_flight(attach: Attach = id, **setup: Any) -> Driver:
     """A prefill is aborted while its step is in flight, and its client tries again with the same prompt."""
     driver = start(attach, groups=STATES, blocks=128, max_batched_tokens=32, **setup)
@@ -77,7 +77,7 @@ def abort_in_flight(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("states", **BOTH)
+@workload(**BOTH)
 def states_in_one_step(attach: Attach = id, **setup: Any) -> Driver:
     """Two requests with the same prompt arrive together, in a model with states."""
     driver = start(attach, groups=STATES, blocks=128, **setup)

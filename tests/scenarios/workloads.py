@@ -124,7 +124,7 @@ def stopped_within_drafts(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("reset under running requests", **BOTH, speculative={"asynchronous": True, "drafts": 2})
+@workload(**BOTH, speculative={"asynchronous": True, "drafts": 2})
 def reset_running(attach: Attach = id, **setup: Any) -> Driver:
     """The prefix cache is reset under running requests, in prefill and in decode."""
     driver = start(attach, max_batched_tokens=64, **setup)
@@ -139,7 +139,6 @@ def reset_running(attach: Attach = id, **setup: Any) -> Driver:
 
 
 @workload(
-    "session",
     **BOTH,
     speculative={"drafts": 3},
     async_speculative={"asynchronous": True, "drafts": 3},
@@ -159,7 +158,7 @@ def session(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("session", "states", **BOTH)
+@workload(**BOTH)
 def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
     """A turn of a model with states stops by a token, and a step may be in flight then."""
     driver = start(attach, groups=("full", "mamba"), blocks=128, **setup)
@@ -172,7 +171,7 @@ def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("session", "async")
+@workload()
 def session_with_three_batches(attach: Attach = id, **setup: Any) -> Driver:
     """The next chunk is there when a turn stops, and two steps are in flight then."""
     driver = start(attach, asynchronous=True, **setup)
@@ -188,7 +187,7 @@ def session_with_three_batches(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
-@workload("session", sync={}, **{"async": {"asynchronous": True}})
+@workload(sync={}, **{"async": {"asynchronous": True}})
 def session_closed(attach: Attach = id, **setup: Any) -> Driver:
     """The session's end arrives before its turn stops, with as many steps in flight as the engine lets."""
     driver = start(attach, **setup)

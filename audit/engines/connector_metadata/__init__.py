@@ -28,7 +28,6 @@ _readers: dict[str, type[MetadataReader]] = {
     "NixlConnector": NixlReader,
     "NixlPullConnector": NixlReader,
     "OffloadingConnector": OffloadingReader,
-    "SharedStorageConnector": ExampleReader,
     "SimpleCPUOffloadConnector": SimpleCPUOffloadReader,
 }
 

@@ -1,4 +1,4 @@
-"""``ExampleConnector``, up to 0.11 ``SharedStorageConnector``: a slot mapping for each load and save.
+"""``ExampleConnector``: a slot mapping for each load and save.
 
 A slot is block id * block size + offset. The metadata does not name its requests, so a save can't be
 assigned to one.

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 STACK_LINES = 12
 """Lines of a Python stack that are kept, the innermost ones."""
 
-MANAGER, REQUEST, PASSED_ON, OTHER = "manager", "request", "passed on", "other"
-"""Kinds of callers: a manager's method with a ``request_id``; ``allocate_slots`` with a ``request``; a frame
-that passes the call on; any other."""
+MANAGER, PASSED_ON, OTHER = "manager", "passed on", "other"
+"""Kinds of callers: a manager's method with a ``request_id``; a frame that passes the call on; any other."""
 
 
 class Caller(NamedTuple):
@@ -58,8 +57,6 @@ class Callers:
                 if group is None:
                     return Caller(None, -1, code.co_name)
                 return Caller(parameters["request_id"], group, code.co_name)
-            if kind is REQUEST:
-                return Caller(frame.f_locals["request"].request_id, -1, code.co_name)
             if kind is OTHER:
                 return Caller(None, -1, code.co_name)
             frame = frame.f_back
@@ -72,8 +69,6 @@ class Callers:
             kind = PASSED_ON  # kvledger's own, or a pool that passes on another pool's blocks
         elif "self" in parameters and "request_id" in parameters:
             kind = MANAGER
-        elif code.co_name == "allocate_slots":  # up to 0.12 it touches the hits itself
-            kind = REQUEST
         else:
             kind = OTHER
         self._codes.append(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,6 @@ from ...errors import LedgerError
 from ...hash_key import CONTENT_VARIABLE, VARIABLE, HashKey, from_environment
 
 logger = logging.getLogger("vllm.kvledger")
-
-_BYTE_HASHES = "make_block_hash_with_group_id"
-"""What ``block_pool.py`` imports in the releases whose block hashes are bytes: 0.10.2 and later."""
 
 HashId = Callable[[Any], int]
 """From a block's hash to its id."""
@@ -26,9 +22,6 @@ def shared_key(pool: Any) -> HashKey | None:
     Others are those who receive the pool's KV events, if it publishes any, and engines that transfer KV.
     Without a key an engine's hash ids depend on a secret of its process, which costs less.
     """
-    module = sys.modules.get(type(pool).__module__)
-    if not hasattr(module, _BYTE_HASHES):
-        return None
     key = None
     if getattr(pool, "enable_kv_cache_events", False):
         key = _key(VARIABLE, "The engine's KV events can't be compared with its blocks.")
@@ -43,29 +36,23 @@ def _key(variable: str, consequence: str) -> HashKey | None:
         return None
 
 
-def hash_ids(*, only_bytes: bool = False, key: HashKey | None = None) -> HashId:
+def hash_ids(key: HashKey | None = None) -> HashId:
     """A function from a block's hash to its id. Equal hashes have equal ids; no id is -1.
 
     The id depends on a secret of this process, so nobody can guess tokens and compare ids. Two hashes share
     an id by chance of 1 in 2**64. No hash is remembered, so memory does not grow.
 
-    ``only_bytes``: each hash is bytes. Python hashes bytes with a secret of the process (PEP 456) and keeps
-    the result in the object, so Python's own hash is the id. If ``PYTHONHASHSEED`` is set, that secret is
-    known, and the id is the hash of the block's hash with a secret made here. With a ``key`` the id depends
-    on that instead.
+    A block's hash is bytes. Python hashes bytes with a secret of the process (PEP 456) and keeps the result
+    in the object, so Python's own hash is the id. If ``PYTHONHASHSEED`` is set, that secret is known, and
+    the id is the hash of the block's hash with a secret made here. With a ``key`` the id depends on that
+    instead.
     """
     if key is not None:
         return key.of_pool
-    if only_bytes and os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
+    if os.environ.get("PYTHONHASHSEED", "") in ("", "random"):
         return hash
     secret = os.urandom(16)
-
-    def hash_id(block_hash: Any) -> int:
-        if type(block_hash) is not bytes:  # early releases have tuples that hold the block's tokens
-            block_hash = b"%d" % hash(block_hash)
-        return hash(secret + block_hash)
-
-    return hash_id
+    return lambda block_hash: hash(secret + block_hash)
 
 
 def cache_map(pool: Any) -> Any:

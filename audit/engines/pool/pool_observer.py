@@ -77,17 +77,11 @@ class PoolObserver:
             self._buffer.blocks_allocated(self._pool_no, number, group, by, block_ids(blocks))
 
     def touched(self, _: None, __: None, blocks: Any) -> None:
-        """``touch``, of a list of blocks, or of a list for each group up to vLLM 0.12."""
-        if not blocks:
-            return
-        number, group, by = self._caller()
-        lists = [(group, blocks)]
-        if isinstance(blocks, tuple) and isinstance(blocks[0], list | tuple):
-            lists = list(enumerate(blocks))
-        for group, part in lists:
-            if part:
-                ids, counts = block_ids(part), reference_counts(part)
-                self._buffer.blocks_touched(self._pool_no, number, group, by, ids, counts)
+        """``touch``."""
+        if blocks:
+            number, group, by = self._caller()
+            ids, counts = block_ids(blocks), reference_counts(blocks)
+            self._buffer.blocks_touched(self._pool_no, number, group, by, ids, counts)
 
     def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
         """``free_blocks``."""

@@ -89,7 +89,7 @@ class PoolWatch:
         key = shared_key(self._pools[0])
         self.hash_key = key.print if key is not None else None
         """What tells the shared key of hash ids from others; None: they have a secret of this process."""
-        hash_id = hash_ids(only_bytes=tracked, key=key)
+        hash_id = hash_ids(key)
         emitter = Emitter(self.emit, self.emit_all_calls, self._stack)
         parts = self._buffer, self._allocations, self._callers, hash_id, emitter
         several = len(self._pools) > 1

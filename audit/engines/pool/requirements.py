@@ -30,9 +30,7 @@ OCCASIONAL: tuple[Hook, ...] = (
     Hook(  # since 0.27
         "", "move_block_hashes", (("src_block", "dst_block"),), "hashes_may_go", "hashes_moved", optional=True
     ),
-    Hook(  # since 0.13
-        "", "evict_blocks", (("block_ids",),), "eviction_begins", "evicted", optional=True, listed="block_ids"
-    ),
+    Hook("", "evict_blocks", (("block_ids",),), "eviction_begins", "evicted", listed="block_ids"),
     Hook("", "reset_prefix_cache", ((),), "hashes_may_go", "reset"),
 )
 """Methods of a pool that are called rarely; these are always wrapped."""
@@ -90,7 +88,7 @@ CHANGING_HASHES = frozenset(
         "_remove_cached_block_hashes",
     )
 )
-"""Methods of a pool that call :data:`HASH_WRITERS`: all in vLLM 0.9 to 0.33. Their effects are recorded."""
+"""Methods of a pool that call :data:`HASH_WRITERS`: all in vLLM 0.17 to 0.33. Their effects are recorded."""
 
 MANAGER_ATTRIBUTES = ("req_to_blocks", "kv_cache_group_id", "block_size")
 """Attributes that are read from the manager of each group."""

@@ -19,13 +19,18 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
 
 
+NOT_OBSERVED = ("0.10.2", "0.12.0")
+"""Releases that were in the matrix; journals of them are still read."""
+
+
 def test_the_examined_releases_are_those_of_the_matrix(scripts: None) -> None:
     from releases import MATRIX
 
     names = [name for name in MATRIX if "/" not in name]
     vllm = dict.fromkeys(name.removesuffix("-v0") for name in names if not name.startswith("lmcache-"))
     lmcache = [name.removeprefix("lmcache-") for name in names if name.startswith("lmcache-")]
-    assert {"vllm": tuple(vllm), "lmcache": tuple(lmcache)} == EXAMINED
+    observed = [name for name in EXAMINED["vllm"] if name not in NOT_OBSERVED]
+    assert {"vllm": [*vllm], "lmcache": lmcache} == {"vllm": observed, "lmcache": [*EXAMINED["lmcache"]]}
 
 
 def test_every_release_that_a_fault_is_run_or_proved_in_is_in_the_matrix_and_has_it(scripts: None) -> None:

@@ -121,17 +121,13 @@ def test_no_finding_where_the_stored_bytes_may_not_be_known(tmp_path: Path, case
     assert {"moved" if case == "another version" else "unknown": 1} == counts
 
 
-def make_block_hash_with_group_id() -> None:
-    """Stands where vLLM's module of the block pool has this name: its block hashes are bytes."""
-
-
 class Pool:
     """A pool that publishes no KV events."""
 
 
 def hash_id(monkeypatch: pytest.MonkeyPatch, key: str) -> int:
     monkeypatch.setenv("KVLEDGER_CONTENT_KEY", key)
-    return hash_ids(only_bytes=True, key=shared_key(Pool()))(b"a hash of a block")
+    return hash_ids(shared_key(Pool()))(b"a hash of a block")
 
 
 def test_hash_ids_are_equal_in_engines_with_one_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from kvledger.audit.engines.pool.caller_stack import STACK_LINES, Caller, Callers
 
@@ -43,9 +42,6 @@ class Coordinator:
     def free(self, request_id: str) -> Caller:
         return self.pool()
 
-    def allocate_slots(self, request: SimpleNamespace) -> Caller:
-        return self.pool()
-
 
 def _help(pool: Asked) -> Caller:
     return pool()
@@ -65,12 +61,6 @@ def test_frames_further_up_are_not_read() -> None:
 
 def test_a_manager_without_a_group_calls_for_no_request() -> None:
     assert Caller(None, -1, "free") == Coordinator(asking(Callers())).free("r")
-
-
-def test_up_to_0_12_allocate_slots_touches_the_hits_of_its_request() -> None:
-    allocated = Coordinator(asking(Callers())).allocate_slots(SimpleNamespace(request_id="r"))
-
-    assert Caller("r", -1, "allocate_slots") == allocated
 
 
 def test_a_pool_that_passes_a_call_on_is_skipped() -> None:
