@@ -15,7 +15,6 @@ from .boards import put
 from .rules import FILE as RULES
 
 ROOT = Path(__file__).parent / "deploy"
-GENERATED = Path(__file__).parent / "generated"
 
 
 class Form(NamedTuple):

@@ -2,7 +2,7 @@
 
 A spreadsheet takes a cell that begins with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return for a
 formula. So such a text gets an apostrophe, as spreadsheets write text. Numbers have none. A text that begins
-with apostrophes before one of these gets one more, so that :func:`text_of` gives every text back.
+with apostrophes before one of these gets one more, so that no two texts look alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
-_ESCAPED = re.compile(r"'+[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -26,11 +25,6 @@ def cell(value: object) -> object:
     return value
 
 
-def text_of(value: str) -> str:
-    """The text of which :func:`cell` made this."""
-    return value[1:] if _ESCAPED.match(value) else value
-
-
 def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """CSV with a header, without the last line break; an empty cell for None."""
     out = io.StringIO()
@@ -38,16 +32,6 @@ def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow(map(cell, columns))
     writer.writerows([map(cell, row) for row in rows])
     return out.getvalue().removesuffix("\n")
-
-
-def read_csv(text: str) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """The columns and the rows of CSV that :func:`csv_of` made. Raises :class:`csv.Error`."""
-    table = csv.DictReader(io.StringIO(text))
-    rows = [
-        {name: text_of(value) if isinstance(value, str) else value for name, value in row.items()}
-        for row in table
-    ]
-    return table.fieldnames or (), rows
 
 
 def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:

@@ -22,8 +22,6 @@ from ..ledger.account import Account
 from ..ledger.life import Life
 from ..ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL, REVOKED, UNATTAINED
 
-SOURCES = (LOCAL, EXTERNAL, COMPUTED, UNATTAINED)
-
 _BY_EXTERNAL_LOSS = {
     causes.FAILED: causes.LOAD_FAILED,
     causes.NOT_PLANNED: causes.NEVER_LOADED,
@@ -133,27 +131,6 @@ def planned(account: Account) -> Figures | None:
 def _first_prompt_tokens(account: Account) -> int:
     """The length of the prompt that was planned: of a session, its first chunk."""
     return account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
-
-
-FIGURES = (
-    "prompt_tokens",
-    "local_tokens",
-    "external_tokens",
-    "computed_tokens",
-    "cached_tokens",
-    "local_queried_tokens",
-    "local_hit_tokens",
-    "external_queried_tokens",
-    "external_hit_tokens",
-    "device_hit_tokens",
-    "host_hit_tokens",
-    "p2p_hit_tokens",
-    "disk_hit_tokens",
-    "unspecified_hit_tokens",
-    "preemptions",
-    "requests",
-)
-"""Figures in which the engine's own counters are compared with the ledger."""
 
 
 class ComparedCounter(msgspec.Struct, frozen=True):

@@ -157,17 +157,6 @@ class StepTimes(msgspec.Struct):
     began_us: int = 0
     """Unix time of the engine's microsecond 0, in microseconds."""
 
-    # --- parts of a journal ---------------------------------------------------------------------------
-
-    def count_steps_anew(self) -> None:
-        """Set the count of scheduled steps to 0; contexts follow."""
-        self.requests = {
-            request: (tokens, drafts, advance, context + advance * self.scheduled)
-            for request, (tokens, drafts, advance, context) in self.requests.items()
-        }
-        self.now[3] += self.now[4] * self.scheduled
-        self.scheduled = 0
-
     def state(self) -> tuple[Any, ...]:
         """What decides how the observation goes on."""
         pending = [(step.at, *step.work) for step in self.pending]

@@ -6,18 +6,15 @@ the cells of JSON and CSV, the rows of ``diff`` and the counters of the metric t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..ledger.account import Account
 
-Value = int | Mapping[str, int] | None
-"""A count, or counts by cause; None: the account has no such figure, and it adds nothing to a sum."""
-
 Read = Callable[[Account], Any]
-"""Reads a :data:`Value` off an account."""
+"""Reads a count, or counts by cause, off an account; None: the account has none."""
 
 TOKENS = "tokens"
 MICROSECONDS = "microseconds"

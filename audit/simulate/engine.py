@@ -56,9 +56,6 @@ _DIGITS = 5
 
 _MODULE = "kvledger.audit.simulate.connector"
 
-StepSeconds = Callable[[tuple[int, ...]], float]
-"""Microseconds of a step by its work: the features of the step model."""
-
 
 def _block(number: int, size: int) -> list[int]:
     """The tokens of the block that a number of 64 bits stands for."""

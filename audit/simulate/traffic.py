@@ -4,7 +4,7 @@ A :class:`Traffic` has what clients did (arrivals, lengths, contents, aborts, ch
 model and the connector answered (outputs, accepted drafts, lookups, loads). Contents are hash ids: two
 requests have a block in common if their hash ids are equal there. So no token is needed and none is known.
 
-:func:`read_traffic` also writes a script: every operation on the scheduler in the recorded order, by which
+The reader also writes a script: every operation on the scheduler in the recorded order, by which
 the recorded configuration must lead to the recorded figures.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -607,11 +607,3 @@ _HANDLERS: dict[type[ev.Event], Callable[[Any, Any], None]] = {
     pool_calls.BlocksTouched: TrafficReader._touched,
     ev.BlocksCached: TrafficReader._cached,
 }
-
-
-def read_traffic(events: Iterable[ev.Event]) -> Traffic:
-    """The traffic of one engine's events. Raises :class:`NoTraffic`."""
-    reader = TrafficReader()
-    for event in events:
-        reader.feed(event)
-    return reader.traffic()

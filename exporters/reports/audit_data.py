@@ -18,7 +18,6 @@ from ...audit.checks.findings import Found
 from ...audit.checks.registry import Figure, Violation, catalogue
 from ...audit.figures.declared import FIGURES as DECLARED
 from ...audit.figures.totals import Totals
-from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
 from ...audit.ledger.statements import Line
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
@@ -27,8 +26,6 @@ from ..csv_cells import csv_of
 from .contents import ContentsData, contents
 from .costs import CostReport
 from .weights import WeightsData, weights
-
-FIGURES = (LOCAL, EXTERNAL, COMPUTED, "unattained")
 
 
 def share(part: int, whole: int) -> float | None:

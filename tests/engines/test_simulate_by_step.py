@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 
 from tests.engines.conftest import Recorded
 from tests.scenarios.corpus import SCENARIOS
+from tests.simulate.recordings import traffic_of
 
 from kvledger.audit.simulate.engine import by_step
 from kvledger.audit.simulate.rows import Counting, differences
 from kvledger.audit.simulate.settings import setup
-from kvledger.audit.simulate.traffic import Traffic, read_traffic
 
 UNEQUAL = {
     "replayed_window_sync": "the journal does not say that a group replays a window",
@@ -32,7 +31,7 @@ def test_a_scenario_simulated_by_step_is_the_recording(name: str, recorded: Reco
     if SCENARIOS[name].lacking():
         pytest.skip("; ".join(SCENARIOS[name].lacking()))
     events = recorded(name, "blocks")
-    traffic = msgspec.msgpack.decode(msgspec.msgpack.encode(read_traffic(events)), type=Traffic)
+    traffic = traffic_of(events)
     counting = Counting()
     counting.feed(events)
     recording = counting.run()

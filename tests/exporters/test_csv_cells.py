@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.exporters.labels import WORDS
 from tests.histories import events, weave
 
 from kvledger.audit import events as ev
-from kvledger.exporters.csv_cells import cell, csv_of, read_csv, text_of
+from kvledger.exporters.csv_cells import cell, csv_of
 
 ROOT = Path(__file__).parents[2]
 RUN = ("=", "+", "-", "@", "\t", "\r")
@@ -77,10 +78,10 @@ def test_no_cell_is_a_formula(command: str, hostile: Path, capsys: pytest.Captur
 
 @given(st.text(alphabet="'=+-@\t\r\n,\"1ea", max_size=8))
 def test_a_text_is_read_back_as_it_was(text: str) -> None:
-    written = cell(text)
+    ((_,), (written,)) = csv.reader(io.StringIO(csv_of(["name"], [[text]]) + "\n", newline=""))
 
-    assert text == text_of(str(written))
-    assert ["name"], [{"name": text}] == read_csv(csv_of(["name"], [[text]]) + "\n")
+    assert written == cell(text)
+    assert text == (written[1:] if re.match(r"'+[=+\-@\t\r]", written) else written)
 
 
 def test_numbers_are_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,13 +11,20 @@ from tests.scenarios.workloads import crowd
 
 from kvledger.audit import events as ev
 from kvledger.audit.simulate.settings import setup
-from kvledger.audit.simulate.traffic import Traffic, read_traffic
+from kvledger.audit.simulate.traffic import Traffic, TrafficReader
 
 
 def recording(**options: Any) -> list[ev.Event]:
     """The events of a crowd of requests, at level blocks. Time 0 is the first event's."""
     _, events = observe(crowd, "blocks", **options)
     return events
+
+
+def read_traffic(events: Iterable[ev.Event]) -> Traffic:
+    reader = TrafficReader()
+    for event in events:
+        reader.feed(event)
+    return reader.traffic()
 
 
 def traffic_of(events: list[ev.Event]) -> Traffic:

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from tests import journals
 from tests.examples import examples
 
-from kvledger.audit.analysis.source_differences import FIGURES, ComparedCounter
+from kvledger.audit.analysis.source_differences import ComparedCounter
 from kvledger.audit.causes import UNEXPLAINED
+from kvledger.audit.checks import figures
 from kvledger.audit.events import (
     Admitted,
     Delivered,
@@ -45,6 +46,7 @@ from kvledger.exporters.sidecar.compare_counters import (
 
 SCRAPE_SECONDS = 15
 PROMPT = 100
+FIGURES = tuple(row.figure for figure in figures.FIGURES for row in figure.compared)
 
 
 @dataclass
