@@ -887,7 +887,7 @@ FURTHER = (
            "A32+0 s16 o s32 o F",
            48, 48, 0, 0, 0, 0, (32, 0, 48, 0), (32, 0), 0, 0, pooling=True),
 )
-"""Computed by hand, position by position, and compared with :mod:`tests.naive`."""
+"""Computed by hand, position by position."""
 
 GOLDEN = (*DOCUMENTED, *FURTHER)
 

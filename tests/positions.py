@@ -1,8 +1,8 @@
-"""An account kept position by position: the definitions of the figures, for the two models of an account.
+"""An account kept position by position: the definitions of the figures.
 
-:mod:`tests.naive` reads the events of a journal, and :mod:`tests.differential.oracle` what a scheduler's
-methods were given and returned. They know when something happens; what it counts as is here, once. Nothing is
-shared with ``kvledger.audit.ledger``, which keeps ranges: if the two differ, one of them is wrong.
+:mod:`tests.differential.oracle` knows when something happens, from what a scheduler's methods were given and
+returned. What it counts as is here, once. Nothing is shared with ``kvledger.audit.ledger``, which keeps
+ranges: if the two differ, one of them is wrong.
 
 - *executed*: a position whose token a step ran through the model. A rejected draft is not executed.
 - A position *has KV* once it was executed, hit or loaded. Executing it again is rework.

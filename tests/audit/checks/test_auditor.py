@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
 from tests.audit.checks.false_reports import (
     altered,
     audited,
@@ -16,9 +15,7 @@ from tests.audit.checks.false_reports import (
     with_after,
     with_report,
 )
-from tests.examples import examples
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
-from tests.strategies import Story, random_histories
 
 from kvledger.audit.checks import findings as module
 from kvledger.audit.checks.auditor import Auditor
@@ -64,32 +61,6 @@ def test_golden_histories_woven_together_are_clean(row: Woven):
     auditor = audited(row.events())
 
     assert ([], "clean") == (auditor.violations, auditor.verdict)
-
-
-@examples(150)
-@given(random_histories())
-def test_a_correct_engine_has_no_violations(story: Story):
-    """Except for violations by the history's connector. The engine's reports and counts are correct."""
-    auditor = Auditor(debug=True)
-    auditor.feed(started())
-    for event in story.events:
-        auditor.feed(event)
-        for report_event in list(_correct_reports(auditor)) if isinstance(event, Delivered) else ():
-            auditor.feed(report_event)
-
-    allowed = {"connector/promise-not-loaded", "connector/failed-load-counted"}
-    drifts = "metrics/"  # how releases count: tests of their own
-    assert [] == [v for v in auditor.violations if v.id not in allowed and not v.id.startswith(drifts)]
-    assert [] == auditor.doubts
-
-
-def _correct_reports(auditor: Auditor) -> Iterator[Reported]:
-    """What vLLM 0.32 would report after this output."""
-    for account in auditor.ledger.open.values():
-        if len(account.settlements) == 1 and not account.reported and account.plan:
-            prompt, (local, external) = account.settlements[0].prompt_tokens, account.plan
-            rest = prompt - local - external
-            yield Reported(0, account.request, prompt, local, external, rest, local + external)
 
 
 # --- findings ------------------------------------------------------------------------------------
