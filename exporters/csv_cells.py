@@ -8,9 +8,9 @@ with apostrophes before one of these gets one more, so that no two texts look al
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import msgspec
 
@@ -27,11 +27,13 @@ def cell(value: object) -> object:
 
 def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """CSV with a header, without the last line break; an empty cell for None."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    lines: list[str] = []
+    # The writer quotes a carriage return only if it is in the line terminator.
+    out = SimpleNamespace(write=lambda line: lines.append(line.removesuffix("\r\n")))
+    writer = csv.writer(out, lineterminator="\r\n")
     writer.writerow(map(cell, columns))
     writer.writerows([map(cell, row) for row in rows])
-    return out.getvalue().removesuffix("\n")
+    return "\n".join(lines)
 
 
 def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
