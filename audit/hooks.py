@@ -72,7 +72,6 @@ class Wrapping:
         self.name = name
         """The name of the method."""
         self._covered = getattr(owner, name)
-        """The method as it was."""
         self.wrapper = make(self._covered)
         """What the object has in its place."""
         try:
@@ -242,17 +241,14 @@ class Hooks:
         self.live: list[str] = []
         """The hooks that are wrapped now."""
         self._timed_from = 0
-        """The step in which timing began."""
         self._timed_steps = 0
         """Timed steps since the last call of ``time_taken``."""
         self._failed = failed
-        """Called for every failure."""
         self._boundary = boundary
         """Called after each hook with ``boundary``."""
         self._raised = raised
         """Called for each exception of the host."""
         self._observer = observer
-        """Has the methods that the table names."""
         self._wrappings: dict[str, Wrapping] = {}
         """The present wrappings, by hook."""
         self._silenced: list[Wrapping] = []

@@ -37,7 +37,6 @@ class Replays:
 
     def __init__(self, trace: BlockTrace, policies: Mapping[str, MakePolicy], share: float = 1.0) -> None:
         self._trace = trace
-        """The trace, whole or a sample."""
         self._policies = policies
         """By the name of a policy: what makes one for so many blocks."""
         self._share = share

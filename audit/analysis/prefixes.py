@@ -75,11 +75,9 @@ class PrefixTrie:
         self._evicted: dict[int, tuple[int, int]] = {}
         """Content that is not in the cache any more: when it was evicted, and for which life."""
         self._began: dict[int, int] = {}
-        """When the table of each life began."""
         self._nodes: dict[int, _Node] = {}
         """The trie, by hash id; empty until :meth:`prefixes` makes it."""
         self._trace = BlockTrace()
-        """The trace of the changes."""
         self._first = 0
         """Its first life, in the count of the changes."""
 

@@ -68,7 +68,6 @@ class Tier:
         self.blocks = blocks
         """How many blocks it holds."""
         self._policy = policy
-        """Chooses the block that is evicted."""
         self._number_of: dict[int, int] = {}
         """The policy's number of each hash id in the tier."""
         self._hash_of: dict[int, int] = {}
@@ -117,13 +116,11 @@ class SimulatedPool:
         keep_preempted: bool = False,
     ) -> None:
         self._trace = trace
-        """The trace that is replayed."""
         self._limited = blocks is not None
         """Whether the pool has a size; without one, no block is evicted."""
         self._empty = blocks or 0
         """Free blocks without content."""
         self._policy = policy
-        """Free blocks with content, and some that are held again."""
         self._tier = tier
         """The cache below the pool; None: there is none."""
         self._keep_preempted = keep_preempted

@@ -432,7 +432,6 @@ class _Seen:
         self, reader: TurnReader, request: RecordedRequest, first: TraceLife, life: _Life, chain: list[int]
     ) -> None:
         self._request = request
-        """The request."""
         self._size = reader.block_tokens
         """Tokens per block."""
         self._external = reader.external
@@ -444,7 +443,6 @@ class _Seen:
         self._groups, self._incomplete = reader.groups, reader.incomplete
         """The other groups, and whether contents may be cached of which nothing is known."""
         self._gone: list[_Left] = []
-        """How contents of other groups had left the cache that the admission missed."""
         self._bounded: list[str] | None = None
         """Why no boundary behind each block was hit; None: not asked yet."""
         self._at = first.at

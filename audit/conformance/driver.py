@@ -34,13 +34,9 @@ class Driver:
         self.delivered: dict[str, list[Any]] = {}
         """Outputs by request id."""
         self._record = record
-        """Whether outputs are kept."""
         self._depth = 2 if self.setup.asynchronous else 1
-        """How many steps may be in flight."""
         self._hasher = block_hasher(self.scheduler)
-        """Computes the block hashes of a request."""
         self._added = 0
-        """How many requests were added."""
 
     @property
     def connector(self) -> Any:

@@ -76,7 +76,6 @@ class V0Driver:
         self._pending: deque[_ExecutedStep] = deque()
         """Executed steps whose output is not processed yet."""
         self._added = 0
-        """How many requests were added."""
         self.scheduler: Any = _build_scheduler(
             setup, self._process_pending_output_of if setup.asynchronous else None
         )

@@ -78,15 +78,11 @@ class Runner:
         self.loading: set[str] = set()
         """Requests with an asynchronous load that was ordered and has not finished."""
         self._setup = setup
-        """How the engine is configured."""
         self._random = random.Random(seed)
-        """Chooses how many drafts are accepted."""
         self._answers = 0
         """How many tokens were sampled, from which the next one is made."""
         self._output = release.output_maker()
-        """Makes vLLM's ModelRunnerOutput."""
         self._pooled: Any = torch.zeros(1)
-        """The output of a pooling model."""
 
     def answer(self, step: ModelStep, requests: Mapping[str, Any], accepted: Accepted) -> Any:
         """A ModelRunnerOutput."""

@@ -57,13 +57,9 @@ class Admissions:
         self._observer = observer
         """Has the step number, and the pools, connector and worker if they are observed."""
         self._scheduler = observer.scheduler
-        """vLLM's scheduler."""
         self._log = observer.log
-        """Receives the events."""
         self._counts = counts
-        """Reads the engine's own counts of a request."""
         self._reports = reports
-        """Reads the prompt figures that the engine reports."""
         self.queue = QueueWatch(observer, counts)
         """Finds out why requests are left waiting."""
         self.attempts: dict[str, Attempt] = {}

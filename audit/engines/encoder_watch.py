@@ -34,19 +34,12 @@ class EncoderWatch:
 
     def __init__(self, observer: Observer) -> None:
         self._scheduler = observer.scheduler
-        """vLLM's scheduler."""
         self._manager = observer.scheduler.encoder_cache_manager
-        """vLLM's manager of the encoder cache."""
         self._log = observer.log
-        """Receives the events."""
         self._observer = observer
-        """Has the number of the current step."""
         self._classes = IsolationClasses()
-        """Hashes the identities of inputs."""
         self._rows: list[int] = []
-        """The operations of the present step."""
         self._freed = len(getattr(self._manager, "freed", ()))
-        """How many of the manager's evictions are noted."""
         self._described: dict[int, int] = {}
         """How many inputs of each request are described in this segment."""
 
@@ -54,7 +47,6 @@ class EncoderWatch:
             observer.engine_raised(f"encoder_cache_manager.{method}", error)
 
         self._hooks = Hooks(TABLE, self._manager, self, observer._hook_failed, raised=raised)
-        """The hooks on the manager."""
 
     @property
     def size(self) -> int:

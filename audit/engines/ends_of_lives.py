@@ -33,17 +33,11 @@ class Lives:
         self._observer = observer
         """Has the step number, and the pools, connector and worker if they are observed."""
         self._scheduler = observer.scheduler
-        """vLLM's scheduler."""
         self._log = observer.log
-        """Receives the events."""
         self._counts = counts
-        """Reads the engine's own counts of a request."""
         self._reports = reports
-        """Reads the prompt figures that the engine reports."""
         self._admissions = admissions
-        """Has the attempts, planned loads and failed attempts."""
         self._loads = loads
-        """Has the failed loads, and emits rollbacks."""
         self.draining: set[str] = set()
         """Ids of the requests whose ended life may still get an output."""
         self.ended: list[str] = []

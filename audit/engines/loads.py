@@ -19,13 +19,9 @@ class Loads:
 
     def __init__(self, observer: Observer, counts: EngineCounts, admissions: Admissions) -> None:
         self._scheduler = observer.scheduler
-        """vLLM's scheduler."""
         self._log = observer.log
-        """Receives the events."""
         self._counts = counts
-        """Reads the engine's own counts of a request."""
         self._admissions = admissions
-        """Has this step's attempts."""
         self.failed: set[str] = set()
         """Ids of the requests whose load failed, as reported with the output being processed."""
 

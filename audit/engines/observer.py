@@ -94,7 +94,6 @@ class Observer:
         self.log = StepLog(sink, clock)
         """Every part emits its events here."""
         self._step_now = functools.partial(getattr, self, "step")  # no Python frame runs
-        """Returns the number of the present step."""
         self.weights = WeightsWatch(scheduler, self.log, self._step_now, self._hook_failed)
         """Observes the changes of the weights."""
         self.step = 0

@@ -21,7 +21,6 @@ class PromptReports:
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
-        """Has the numbers of the requests."""
         self.due: dict[str, int] = {}
         """Prompt tokens by request id, of living requests whose figures the engine has still to report."""
 

@@ -38,14 +38,12 @@ class PromptSample:
 
     def __init__(self, scheduler: Any) -> None:
         self._requests: dict[str, Any] = scheduler.requests
-        """The scheduler's living requests."""
         pool = getattr(scheduler.kv_cache_manager, "block_pool", None)
         self._size = int(getattr(pool, "hash_block_size", scheduler.block_size))
         """Tokens that one hash stands for."""
         self._seen: OrderedDict[bytes, Seen] = OrderedDict()
         """The contents that were used, the last use last."""
         self._resets = 0
-        """How often the prefix cache was reset."""
 
     def admitted(self, request: Any, hit: int) -> list[int] | None:
         """How many blocks a hit could have covered and did not, by what became of their contents before.

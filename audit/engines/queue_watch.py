@@ -26,9 +26,7 @@ class QueueWatch:
     def __init__(self, observer: Observer, counts: EngineCounts) -> None:
         scheduler = observer.scheduler
         self._observer = observer
-        """Has the step number."""
         self._scheduler = scheduler
-        """vLLM's scheduler."""
         self._counts = counts
         """Says whether the engine is paused."""
         self._budget: int = scheduler.max_num_scheduled_tokens

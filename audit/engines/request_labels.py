@@ -54,13 +54,11 @@ class LabelReader:
         sessions: re.Pattern[str] | None = None,
     ) -> None:
         self._classes = classes
-        """Makes the class of a cache salt."""
         self._group_in = groups
         """Finds the group in a request id; None: requests have no group."""
         self._session_in = sessions
         """Finds the session in a request id; None: only vLLM names sessions."""
         self._groups: set[str] = set()
-        """The groups seen so far."""
 
     def of(self, request: Any) -> ev.RequestLabels | None:
         """The labels of a request; None if it has none, or they can't be read. Never raises."""

@@ -96,7 +96,6 @@ class _Sources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        """The folder of the package."""
         self._trees: dict[str, list[ast.stmt]] = {}
         """The statements of each module that was read, by its name."""
 

@@ -74,7 +74,6 @@ class StepLog:
         self.flushed_at = 0
         """When unchanged steps were last emitted."""
         self._next_id = 0
-        """The number of the next new request."""
         self._clock = clock
         """Nanoseconds since some instant."""
         self._began = clock()

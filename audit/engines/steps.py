@@ -45,19 +45,12 @@ class Steps:
         self._observer = observer
         """Has the step number, and the pools, connector and worker if they are observed."""
         self._scheduler = observer.scheduler
-        """vLLM's scheduler."""
         self._log = observer.log
-        """Receives the events."""
         self._counts = counts
-        """Reads the engine's own counts of a request."""
         self._reports = reports
-        """Reads the prompt figures that the engine reports."""
         self._admissions = admissions
-        """Has the attempts, planned loads and failed attempts."""
         self._loads = loads
-        """Has the failed loads, and emits rollbacks."""
         self._lives = lives
-        """Has the current output and the requests that ended in it."""
         self.encoder: EncoderWatch | None = None
         """Observes the encoder cache; None without one."""
         diffuses = getattr(self._scheduler.vllm_config, "diffusion_config", None) is not None

@@ -106,13 +106,10 @@ class WeightsWatch:
         self, scheduler: Any, log: StepLog, step: Callable[[], int], failed: Callable[..., None]
     ) -> None:
         self._scheduler = scheduler
-        """vLLM's scheduler."""
         self._log = log
-        """Receives the events."""
         self._step = step
         """The number of the last step that the scheduler began."""
         self._failed = failed
-        """Told of an exception in a hook."""
         self.versions: dict[str, int] = {}
         """The number of the last change of the model (""), and of each adapter."""
         self._changed_in = -1
@@ -130,15 +127,12 @@ class WeightsWatch:
         self._rpcs: Counter[str] = Counter()
         """How many times all workers were asked for each method or function that may change weights."""
         self._removed: set[str] = set()
-        """The adapters that were loaded and removed."""
         self._models: list[Wrapping] = []
-        """The wrapped methods of models."""
         self._digests: list[WeightDigest] = []
         """The digests of the models in this process, at level ``content``."""
         self._looked_at = -NEVER
         """When the digests last looked at samples."""
         self._looked_in = -1
-        """The step that had begun then."""
         self._look_us: float | None = None
         """Microseconds from one look to the next at least; None: no digest is taken."""
 

@@ -31,13 +31,10 @@ class WorkerJournal:
         self._sink = sink
         """The recorder of the worker's journal."""
         self._version = version
-        """The release of vLLM."""
         self._adapter = adapter
         """What observes the worker: its connector's side, or its contents."""
         self._configuration = dict(configuration)
-        """What the journal says of the worker and its engine."""
         self._log = StepLog(sink)
-        """Receives the events."""
         self._stopped = False
         """Whether the journal has its end."""
 

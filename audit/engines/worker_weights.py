@@ -48,7 +48,6 @@ class _Journal(WorkerJournal):
     def __init__(self, sink: Sink, version: str, config: Any) -> None:
         super().__init__(sink, version, "weights", identity(config) | {"engine_key": engine_key(config)})
         self._watch = _NoSteps()
-        """What the base asks for the present step."""
         self.begin((), None)
 
     def emit(self, event: ev.Event) -> None:
@@ -65,9 +64,7 @@ class WorkerCalls:
 
     def __init__(self, worker: Any, open_sink: Callable[[], Any], version: str, *, digests: bool) -> None:
         self._config = worker.vllm_config
-        """The engine's configuration."""
         self._open = open_sink, version
-        """What makes the journal."""
         self._journal: _Journal | None = None
         """The journal; None before the first call."""
         self._made: Counter[str] = Counter()

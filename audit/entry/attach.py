@@ -64,14 +64,11 @@ class LiveAudit:
         self._events: list[bytes] = []
         """All events so far, encoded, for :meth:`save`."""
         self._encode = msgspec.msgpack.Encoder().encode
-        """Encodes an event for the journal."""
         self._auditor = Auditor(keep_closed=True)
-        """Audits the events."""
         observer_class = choose(scheduler)
         self._observer = observer_class(
             scheduler, self._sink, version=host_version(), level=level, stacks=stacks
         )
-        """The hooks on the scheduler."""
         self._observer.start(self._boundary if strict else None)
         self._observer.weights.watch_model(worker)
         if isinstance(self._observer, V1Observer):

@@ -22,7 +22,6 @@ class FirstStep:
 
     def __init__(self, scheduler: Any, observe: Callable[[Any], None]) -> None:
         self._scheduler = scheduler
-        """The scheduler."""
         self._observe: Callable[[Any], None] | None = observe
         """Begins to observe it; None once it was called."""
         self._below = {name: getattr(scheduler, name) for name in (SCHEDULE, UPDATE)}

@@ -14,9 +14,7 @@ class ImportWatch(MetaPathFinder):
 
     def __init__(self, names: Iterable[str], imported: Callable[[], None]) -> None:
         self._names = frozenset(names)
-        """The modules."""
         self._imported = imported
-        """What is called."""
         sys.meta_path.insert(0, self)
 
     def find_spec(

@@ -25,11 +25,9 @@ class AuditedInstance:
 
     def __init__(self, observer: Any, sink: MemoryRecorder, *, keep_closed: bool = False) -> None:
         self._observer = observer
-        """The hooks on it."""
         self._sink = sink
         """Events that are not audited yet."""
         self._failed_hooks: list[HookFailed] = []
-        """Hooks that raised and were removed."""
         self.auditor = Auditor(keep_closed=keep_closed)
         """Audits the events."""
         observer.start()

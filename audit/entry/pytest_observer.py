@@ -82,17 +82,14 @@ class LedgerPlugin:
 
     def __init__(self, *, stacks: bool) -> None:
         self._wanted = Wanted("", frozenset())
-        """How the running test is observed."""
         self._keep_closed = False
         """Whether the running test may ask for the accounts of requests that have ended."""
         self._stacks = stacks
         """Whether each block operation keeps its Python stack."""
         self._audited: list[AuditedInstance] = []
-        """What the running test built and is being observed."""
         self.running = TestAudits()
         """The same, for the fixture ``kvledger_audit``."""
         self._cores: list[Any] = []
-        """The engine cores that the running test has built, in whose workers contents are verified."""
         self._building = 0
         """How many ``__init__`` calls of vLLM's classes are running, one within the other."""
         self._wrapped: list[tuple[type, str, Any]] = []

@@ -33,7 +33,6 @@ class MemoryRecorder:
         self._taken = 0
         """Events that :meth:`take` has returned so far."""
         self._lost_reported = 0
-        """Lost events that a Gap reports."""
         self._open = True
         """Whether events are accepted."""
         self._stopped = False

@@ -119,7 +119,6 @@ class Reader:
         self.position = start or Position(event=-1 if self._single else 0)
         """Where the next :meth:`poll` continues."""
         self._file: FileIO | None = None
-        """The open segment."""
         self._frames_at = 0
         """Offset of the first frame in the open segment; 0 before its header was read."""
         self._name = ""

@@ -123,7 +123,6 @@ class Recorder:
         self._refused = 0
         """Events refused because the queue was full."""
         self._refused_reported = 0
-        """Refused events that a Gap reports."""
         self._restarts = 0
         """How often :meth:`restart` was called."""
         self._restarts_done = 0

@@ -115,7 +115,6 @@ class JournalWriter:
             os.close(self._lock)
             raise FileExistsError(errno.EEXIST, "there is a journal already", str(folder))
         self._encode = msgspec.msgpack.Encoder().encode
-        """Encodes events."""
         self._closed: list[tuple[Path, int, float]] = []
         """Segments that have ended, the oldest first: path, bytes, and when they ended."""
         self._closed_bytes = 0
@@ -141,9 +140,7 @@ class JournalWriter:
         self._event_bytes = 0.0
         """Mean size of an event in the last batch."""
         self._batch = 0
-        """Number of the next batch."""
         self._event = 0
-        """Number of the next event."""
         self._unreported_events = 0
         """Lost events that no Gap covers yet."""
         self._unreported_reason = ""

@@ -162,9 +162,7 @@ class _AuditedPart:
 
     def __init__(self, part: Part, wanted: Wanted) -> None:
         self._part = part
-        """The part of the journal."""
         self._wanted = wanted
-        """Which finding is looked for."""
         if part.first is None:
             audit = EngineAudit(part.journal)
             audit.on_closed.append(self._closed)

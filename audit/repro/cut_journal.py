@@ -160,7 +160,6 @@ class _Reading:
         self._begun = False
         """Whether the snapshot at the head of the stretch was read."""
         self._contents = RequestContents()
-        """What the blocks of requests hold."""
         self._handlers: dict[type, Any] = {
             ev.EngineStarted: self._engine_started,
             ev.Snapshot: self._snapshot,

@@ -185,7 +185,6 @@ class _FamilyRunner(Runner):
     def __init__(self, setup: EngineSetup, engine: Engine) -> None:
         super().__init__(setup, 0)
         self._engine = engine
-        """Has the tokens of each request."""
 
     def answer(self, step: ModelStep, requests: Any, accepted: Any) -> Any:
         answer = super().answer(step, requests, accepted)
@@ -252,13 +251,10 @@ class _Watch:
         self.check: Check | None = None
         """What a test of the wanted finding asserts; None until it is found."""
         self._engine = engine
-        """What is observed."""
         self._finding = finding
-        """The id of the wanted finding."""
         self._sink = MemoryRecorder()
         """The events that are not audited yet."""
         self._auditor = Auditor(keep_closed=True, watch=(lambda name: True) if statement else None)
-        """Audits the events."""
         self._wanted: list[Violation] = []
         """Findings of the wanted id for which there is no check yet."""
         self._wrong: dict[str, tuple[int, Any]] = {}
@@ -267,7 +263,6 @@ class _Watch:
         self._observer: Any = choose(engine.scheduler)(
             engine.scheduler, self._sink, version=host_version(), level=level
         )
-        """The hooks on the scheduler."""
         self._observer.start()
 
     def look(self, number: int) -> None:

@@ -33,7 +33,6 @@ class V0Engine:
         self.raised = ""
         """The exception that ended the script; empty if none did."""
         self._tokens_of = tokens_of
-        """Makes token ids of a prompt's segments."""
 
     def carry_out(self, op: Op) -> None:
         """Do one operation of the script, or skip it."""

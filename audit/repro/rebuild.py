@@ -300,7 +300,6 @@ class _Build:
         self.budgets: list[int] = []
         """Tokens of the chosen requests in steps that cut one of their prompts short."""
         self._kept = kept
-        """The numbers of the chosen requests."""
         self._rows = [row for number, row in sorted(cut.rows.items()) if number in kept]
         """The rows of the chosen requests, in the order in which they came."""
         self._names = {row.number: f"r{place}" for place, row in enumerate(self._rows, 1)}
@@ -327,7 +326,6 @@ class _Build:
         self._needed = False
         """Whether the next step must be in the script although no chosen request runs in it."""
         self._ended: set[int] = set()
-        """Requests that were aborted or closed."""
         self._finds = str(engine_of(cut).get("connector")).startswith("lmcache")
         """Whether the answers are what the store has after each preemption."""
 

@@ -131,9 +131,7 @@ class _Search:
 
     def __init__(self, part: Cut, pool: Pool, began: float, budget: float, progress: Progress | None) -> None:
         self._cut = part
-        """The stretch of the journal before the finding."""
         self._pool = pool
-        """The processes that drive workloads."""
         self._began = began
         """When the reproduction began, by the monotonic clock, as all times here."""
         ready = time.monotonic()
@@ -150,9 +148,7 @@ class _Search:
         self._rebuilt: Rebuilt | None = None
         """The candidate that led to the finding first."""
         self._phase = "searching"
-        """What is going on, for the progress."""
         self._size = (0, 0)
-        """Requests and steps of the smallest workload so far."""
         pool.on_driven = self._driven
 
     def run(self) -> Reproduction:

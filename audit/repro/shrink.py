@@ -50,7 +50,6 @@ class Shrinker:
         """The figure of the engine by which a test shows the finding."""
         self._wording = wording
         self._pool = pool
-        """Drives the workloads."""
         self._on_smaller = on_smaller
 
     def run(self) -> None:

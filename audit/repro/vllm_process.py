@@ -46,7 +46,6 @@ class Line:
 
     def __init__(self, ours: socket.socket) -> None:
         self._socket = ours
-        """Our end of the pair."""
         self._buffer = b""
         """What came after the last whole line."""
 
@@ -93,7 +92,6 @@ class VllmProcess:
             env=environ | ONE_THREAD | {"VLLM_LOGGING_LEVEL": "ERROR"},
             start_new_session=True,
         )
-        """The process that has imported vLLM."""
         theirs.close()
         self.line = Line(ours)
         """Asks it, and reads its answers."""

@@ -95,9 +95,7 @@ class _Worker:
 
     def __init__(self, python: str, parent: VllmProcess) -> None:
         self._python = python
-        """The interpreter that has vLLM."""
         self._parent = parent
-        """The process that forks the workers."""
         self._own: VllmProcess | None = None
         """The worker's process where the parent can't fork."""
         self._line: Line | None = None
@@ -154,7 +152,6 @@ class Pool:
         self._parent = VllmProcess(python) if workers else None
         """The process that forks the workers; None without workers."""
         self._workers = [_Worker(python, self._parent) for _ in range(workers) if self._parent]
-        """All workers."""
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers) if workers else None

@@ -148,7 +148,6 @@ class SimulatedRunner(Runner):
     def __init__(self, setup: EngineSetup, engine: Engine) -> None:
         super().__init__(setup, 0)
         self._engine = engine
-        """Has the requests."""
         self.proposed: dict[str, int] | None = None
         """How many drafts each request gets for the next step; None: as recorded of its next verification."""
 
@@ -215,7 +214,6 @@ class Engine(Driver):
         self._sink = MemoryRecorder()
         """Keeps the events until the ledger takes them."""
         self._observer = self._observe()
-        """The hooks on the scheduler."""
 
     def _observe(self) -> Any:
         from ..engines import choose, host_version
@@ -466,7 +464,6 @@ class _Clock:
         self._busy = False
         """Whether requests have been running since."""
         self._came = 0
-        """How many requests have come."""
         self._loaded: set[str] = set()
         """Requests whose load has finished and was not reported yet."""
         self._sent: set[str] = set()
@@ -476,7 +473,6 @@ class _Clock:
         self._cut: dict[str, int] = {}
         """The outputs after which a client gives up, by request."""
         self._idle = 0
-        """Empty steps in a row."""
         self._names: set[str] = set()
         """The requests of the last step."""
         self.waiting: list[int] = []

@@ -206,17 +206,13 @@ class Explainer:
 
     def __init__(self, before: Study, after: Study, between: Sequence[str]) -> None:
         self._before, self._after = before, after
-        """The recordings."""
         self._between = list(between)
-        """Releases in between."""
         self._way = way(before.traffic, after.traffic)
-        """What is changed."""
         self._done: dict[Variant, Outcome] = {}
         """What each configuration of BEFORE's traffic led to."""
         self._missing: list[str] = []
         """Releases that could not be simulated."""
         self._steps: list[tuple[str, str]] = []
-        """The changes of the release whose figures differ."""
 
     def explain(self) -> Explanation:
         """Every row. Raises LedgerError if one of the two can't be simulated at all."""

@@ -116,9 +116,7 @@ class Simulators:
 
     def __init__(self, command: Sequence[str], workers: int) -> None:
         self._command = tuple(command)
-        """Stands in front of the interpreter's options."""
         self._parent = VllmProcess(*command, module=MODULE)
-        """The process that forks the workers."""
         self._own: list[VllmProcess] = []
         """The workers' processes where it can't fork."""
         self._idle: SimpleQueue[Line | None] = SimpleQueue()

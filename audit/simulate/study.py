@@ -223,17 +223,13 @@ class Study:
         self._away = away
         """Runs simulations of configurations elsewhere; None: they run here."""
         self._stage: Stage = stage or (lambda words, share: None)
-        """Is told how far the study is."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvledger-simulate-")
         """Has the traffic, and what each simulation led to."""
         self._simulators: dict[tuple[str, ...], Simulators] = {} if shared is None else shared
-        """The processes of each interpreter."""
         self._owned = shared is None
         """Whether they end with the study."""
         self._jobs = 0
-        """How many simulations were begun."""
         self._traffic_file = Path(self._folder.name, "traffic")
-        """The traffic with its script."""
         self._traffic_file.write_bytes(msgspec.msgpack.encode(source.traffic))
         self.traffic = source.traffic
         """What is simulated, without its script, which is large."""

@@ -196,20 +196,17 @@ class TrafficReader:
         self._size = 16
         """Those of the group whose blocks tell what requests hold."""
         self._contents = RequestContents()
-        """What the blocks of requests hold."""
         self._in_output: dict[int, int] = {}
         """The request that first had a block with output tokens, by hash id."""
         self._step = 0
         """The last step whose schedule is in the script."""
         self._last_schedule = Op(SCHEDULE, 0)
-        """Its operation."""
         self._stepped_at = 0
         """The last step that is known to have returned."""
         self._room: list[int] = []
         """Places in the script since the last schedule at which the engine may have scheduled an empty
         step."""
         self._flying, self._depth = 0, 1
-        """Steps in flight in the script, and how many there may be."""
         self._delivered_at = 0
         """When the last output was taken."""
         self._running: dict[int, int] = {}
@@ -227,7 +224,6 @@ class TrafficReader:
         self._order: list[int] = []
         """The requests of the last DeliveredWhole."""
         self._doubts: dict[str, None] = {}
-        """What is left out."""
         self._begun = False
         """Whether the first snapshot was read."""
         self._at = 0

@@ -55,11 +55,8 @@ class ConnectorWatch:
         self.reader: MetadataReader | None = reader_of(scheduler.connector)
         """Reads the connector's metadata; None if kvledger has no reader for it."""
         self._scheduler = scheduler
-        """vLLM's scheduler."""
         self._log = log
-        """Receives the events."""
         self._step = step
-        """Returns the number of the current step."""
         self._tracks = self.reader is not None and "tracker" in self.reader.READS
         """Whether the connector keeps token counts that the reader can read."""
         self._recent = _steps_ahead(scheduler) * (1 + max(0, int(getattr(scheduler, "num_spec_tokens", 0))))
@@ -76,7 +73,6 @@ class ConnectorWatch:
         self._store_keys = watch_store_keys(self.reader, classes, log, step) if classes is not None else None
         """Observes lookups in the store; None if their keys can't be read."""
         self._hooks = [Hooks(TABLE, scheduler.connector, self, failed, raised=in_connector(raised))]
-        """The hooks on the connector and its children."""
         children = getattr(scheduler.connector, "_connectors", ())
         for place, child in enumerate(children if isinstance(children, list | tuple) else ()):
             watch = _Child(f"{place} {type(child).__name__}", log, step)
@@ -174,9 +170,7 @@ class _Child:
         self._name = name
         """The child's place and class."""
         self._log = log
-        """Receives the events."""
         self._step = step
-        """Returns the number of the current step."""
         self._last: dict[str, tuple[Any, ...]] = {}
         """The last query and answer, by request id."""
 

@@ -37,9 +37,7 @@ class StoreKeys:
         self._classes = classes
         """Has the secret with which keys are hashed."""
         self._log = log
-        """Receives the events."""
         self._step = step
-        """Returns the number of the current step."""
         self._chunk_tokens = reader.chunk_tokens
         """Tokens per chunk of the store."""
         self._asking = ""
@@ -53,9 +51,7 @@ class StoreKeys:
         for part in reader.LOOKUP.split("."):
             method = getattr(method, part)
         self._signature = inspect.signature(method)
-        """The parameters of the lookup."""
         self._hooks = Hooks((asked, lookup), reader.connector, self, self._failed)
-        """The hooks on the connector and its lookup."""
 
     def close(self) -> None:
         """Restore the connector."""

@@ -68,25 +68,19 @@ class WorkerWatch:
         self.step = 0
         """The current step; -1 if the metadata belongs to no recent one."""
         self._connector = connector
-        """vLLM's connector."""
         self._log = log
-        """Receives the events."""
         self._failed = failed
-        """Called when a hook fails."""
         self._block_size = block_size
         """Tokens per block."""
         self._rank = rank
-        """The worker's number."""
         self._planned: deque[tuple[Any, int]] | None = (
             deque(maxlen=METADATA_KEPT) if in_scheduler_process else None
         )
         """The scheduler's last metadata with their steps; None in a worker's own process."""
         self._layers: Hooks | None = None
-        """The hooks on single layers, in a step that loads."""
         self._clear()
         raises = None if raised is None else in_connector(raised)
         self._hooks = Hooks(TABLE, connector, self, failed, raised=raises)
-        """The hooks on the connector."""
 
     def remove(self) -> None:
         """Restore the connector."""
@@ -213,7 +207,6 @@ class WorkerObserver(WorkerJournal):
             rank=int(self._configuration["rank"] or 0),
             raised=self._raised,
         )
-        """Observes the connector."""
         self.begin((Hook("", "clear_connector_metadata", (), after="at_rest"),), connector)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:

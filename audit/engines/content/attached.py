@@ -51,7 +51,6 @@ class AttachedContent:
         from .runner_watch import RunnerWatch
 
         self._observer = observer
-        """Has the log and the step number."""
         self._planned: deque[tuple[object, int]] = deque(maxlen=STEPS_KEPT)
         """The last SchedulerOutputs, with their steps."""
         self._scheduling = Hooks(

@@ -81,11 +81,9 @@ class Tables:
         self._groups = groups
         """Tokens per block of the groups that are checked."""
         self._states = states
-        """Groups of states."""
         self._asynchronous = asynchronous
         """Whether a step is planned before the output of the step before."""
         self._requests: dict[str, _Request] = {}
-        """The requests that the worker knows."""
         self._last: set[str] = set()
         """The requests of the last step."""
 

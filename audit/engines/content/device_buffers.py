@@ -36,17 +36,12 @@ class Slot:
         self._ids_on_host = torch.zeros(room, dtype=torch.int64, pin_memory=pinned)
         """The blocks' numbers, in memory from which the device copies."""
         self._ids = self._ids_on_host.numpy()
-        """The same memory as a NumPy array."""
         self._ids_on_device = torch.zeros(room, dtype=torch.int64, device=device)
-        """The numbers on the device."""
         self._sums = torch.zeros((room, columns), dtype=dtype, device=device)
-        """The fingerprints on the device."""
         self._sums_on_host = torch.zeros((room, columns), dtype=dtype, pin_memory=pinned)
-        """The fingerprints, copied to the host."""
         self._differs = torch.zeros(room, dtype=torch.bool, device=device)
         """On the device: whether each block differs from its seal."""
         self._differs_on_host = torch.zeros(room, dtype=torch.bool, pin_memory=pinned)
-        """The same, copied to the host."""
 
     def fill(self, blocks: Sequence[int]) -> None:
         """Send the ids of blocks to the device."""
@@ -102,15 +97,12 @@ class Slots:
         dtype: Any = torch.int64,
     ) -> None:
         self._device = device
-        """The device of the KV caches."""
         self.room = room
         """How many blocks a slot has room for."""
         self._columns = columns
         """Fingerprints of each block."""
         self._dtype = dtype
-        """The type of a fingerprint."""
         self._new_event = new_event or torch.cuda.Event
-        """Makes an event that follows the device's work."""
         self._free = [self._new() for _ in range(count)]
         """Slots without work."""
         self._unread: deque[Slot] = deque()
@@ -153,7 +145,6 @@ class Known(Generic[Result]):
 
     def __init__(self, result: Result) -> None:
         self._result = result
-        """The result."""
 
     def arrived(self, *, wait: bool) -> bool:
         """It is."""
@@ -171,9 +162,7 @@ class Sent(Generic[Result]):
         self._slots = slots
         """Where the parts go back to."""
         self._parts = parts
-        """The slots that hold the result."""
         self._read = read
-        """Makes the result of the parts."""
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether the last copy is complete; those before it then are too."""

@@ -167,7 +167,6 @@ class Fingerprints:
         self.device = self.layers[0].device
         """Where the layers are."""
         self._device_factors = torch.from_numpy(self.factors).to(self.device)
-        """The factors there."""
 
     def of(self, blocks: Sequence[int] | Tensor) -> Tensor:
         """One fingerprint for each block: int64 on the layers' device."""

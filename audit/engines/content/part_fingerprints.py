@@ -35,7 +35,6 @@ class PartPrints:
         parts = all_parts(layers)
         factors = [number // 2 for number in range(len(parts))]
         self._prints = fingerprints_of(parts, key, factors=factors)
-        """The fingerprint function."""
         device = parts[0].device
         on_host = device.type == "cpu" and new_event is None
         self._slots = None if on_host else Slots(device, room=ROOM, columns=len(parts), new_event=new_event)

@@ -86,15 +86,12 @@ class RunnerWatch:
         self.layout: Layout = read_layout(runner)
         """Where each block lies."""
         self._failed = failed
-        """Called when a hook fails."""
         self._step_of = step_of or (lambda _: self.step + 1)
-        """Gives the step of a SchedulerOutput."""
         self._key = self.options.key or secrets.randbits(63)
         """The key of the fingerprints, for this run only."""
         self.seals: Seals[_Check] = Seals(self.layout, self._key, seen_from_start=seen_from_start)
         """The seals of the blocks."""
         self._tables = self._new_tables()
-        """The block tables of the requests."""
         self._random = random.Random(self._key)
         """Chooses the hit blocks that are verified, where a share is."""
         self._final: dict[int, list[int]] = {}
@@ -104,7 +101,6 @@ class RunnerWatch:
         self._written: set[int] = set()
         """Blocks that the present step writes."""
         self._copied: list[tuple[int, int]] = []
-        """Source and target of the copies that the present step makes."""
         self._failed_blocks: set[int] = set()
         """Blocks that the connector reported as not loaded in the present step."""
         self._in_step = False
@@ -116,14 +112,11 @@ class RunnerWatch:
         self._sketches = self._new_sketches()
         """Takes sketches of computed blocks; None: nobody asked for them."""
         self._reader = reader_of(connector) if connector is not None else None
-        """Reads the connector's metadata."""
         self._custody: CustodyWatch | None = None
-        """Observes the connector's transfers."""
         if connector is not None:
             with contextlib.suppress(EngineMismatch):
                 self._custody = CustodyWatch(self, connector, self._key, failed)
         self._hooks = [Hooks(RUNNER, runner, self, failed)]
-        """The hooks on the runner, the worker and the connector."""
         for table, host in ((WORKER, worker), (CONNECTOR, connector)):
             if host is not None:
                 with contextlib.suppress(EngineMismatch):

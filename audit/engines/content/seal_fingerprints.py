@@ -65,7 +65,6 @@ class DeviceValues:
         self.values = torch.zeros(blocks, dtype=torch.int64, device=device)
         """The fingerprint of each block."""
         self._slots = Slots(device, new_event=new_event)
-        """Buffers for seals and comparisons."""
         for prints in forms:  # a kernel is compiled at its first call
             self.seal(prints, [0])
             for renew in (False, True):

@@ -49,7 +49,6 @@ class Seals(Generic[Label]):
 
         form = form or fingerprints_of
         self._prints = {number: form(group.layers, key) for number, group in layout.groups.items()}
-        """The fingerprint function of each group."""
         device = next(iter(layout.groups.values())).layers[0].device
         self.values: SealValues
         """The fingerprint of each sealed block."""

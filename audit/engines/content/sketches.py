@@ -129,9 +129,7 @@ class SketchWatch:
         self._key_name = key_name
         """Tells the key of the projections from others."""
         self._log = log
-        """Receives the events."""
         self._rank = rank
-        """The worker's number."""
         self._skipped_to = 0
         """Blocks that were computed before this step have no sketch."""
         self._readings: deque[_Reading] = deque()

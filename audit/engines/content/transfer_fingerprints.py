@@ -62,13 +62,11 @@ class CustodyWatch:
 
     def __init__(self, watch: Any, connector: Any, key: int, failed: Failed) -> None:
         self._watch = watch
-        """Has the seals, the step and the log."""
         self.reader: MetadataReader | None = reader_of(connector)
         """Reads the connector's metadata; None: it can't be read, so nothing is observed."""
         self._groups = self._observed_groups()
         """The tokens of a block, of each KV cache group whose transfers are observed."""
         self._prints: dict[int, PartPrints] = {}
-        """Takes the fingerprints of each group's transfers."""
         self._moves = Moves({}, [])
         """What the metadata of the present step orders."""
         self._handed_over: dict[tuple[str, int], tuple[object, int]] = {}
@@ -81,7 +79,6 @@ class CustodyWatch:
         self._readings: deque[_Reading] = deque()
         """Fingerprints that were not emitted yet, oldest first."""
         self._hooks: Hooks | None = None
-        """The hooks on the connector."""
         if self._groups:
             from .part_fingerprints import PartPrints
 

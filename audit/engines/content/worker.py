@@ -45,7 +45,6 @@ class ContentObserver(WorkerJournal):
             seen_from_start=True,
             options=options(),
         )
-        """Observes the model runner."""
         self.begin(AFTER_STEP, runner)
 
     def restart(self) -> None:

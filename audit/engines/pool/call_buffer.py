@@ -43,7 +43,6 @@ class RequestNumbers(dict[str | None, int]):
     def __init__(self, intern: Callable[[str], int]) -> None:
         super().__init__({None: NO_REQUEST})
         self._intern = intern
-        """Gives a request its number, from its id."""
 
     def __missing__(self, request_id: str | None) -> int:
         assert request_id is not None

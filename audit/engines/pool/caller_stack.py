@@ -38,7 +38,6 @@ class Callers:
 
     def __init__(self, *ours: str) -> None:
         self._ours = ours
-        """Beginnings of the names of kvledger's modules."""
         self._kinds: dict[int, str] = {}
         """The kind of each code object, by its id: hashing the object itself would hash all its constants."""
         self._codes: list[CodeType] = []

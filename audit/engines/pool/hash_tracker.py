@@ -68,9 +68,7 @@ class HashTracker:
         self._manager = manager
         """The only KV cache group's manager, with the block tables and counts of cached blocks."""
         self._group: int = manager.kv_cache_group_id
-        """The number of that group."""
         self._pool = manager.block_pool
-        """The only pool."""
         self._buffer = buffer
         """Keeps the calls until they are emitted."""
         self._callers = callers

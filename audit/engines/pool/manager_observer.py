@@ -42,7 +42,6 @@ class ManagerObserver:
         self._stacks = stacks
         """Whether the Python stack of each call is recorded."""
         self._step = 0
-        """The number of the present step."""
         self.pools: PoolWatch | None = None
         """Observes the manager's pools; None before the start."""
 

@@ -53,7 +53,6 @@ class Sweep:
         self._pools = pools
         """The engine's pools, in the order of their numbers."""
         self._buffer = buffer
-        """Receives the reported tables, and has the present step."""
         self._emit = emit
         """Emits one event, after the buffered calls."""
         self._has_several_hashes = has_several_hashes

@@ -44,15 +44,12 @@ class PoolObserver:
         shares_frees: bool,
     ) -> None:
         self._pool = pool
-        """The observed pool."""
         self._pool_no = pool_no
-        """The pool's number in the journal."""
         self._buffer = buffer
         """Keeps the calls until they are emitted."""
         self._allocations = allocations
         """Knows whether the owners of allocated blocks will be found later."""
         self._callers = callers
-        """Reads off the stack who calls the pool."""
         self._hash_id = hash_id
         """Returns the number that stands for a block hash."""
         self._emitter = emitter

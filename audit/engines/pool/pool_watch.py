@@ -57,23 +57,18 @@ class PoolWatch:
         self._scheduler = scheduler
         """The scheduler, or None where a KV cache manager is observed alone."""
         self._failed = failed
-        """Called when an observer raises."""
         self._stacks = stacks
         """Whether the Python stack of each call is recorded."""
         self._log = log
-        """The event log of the engine."""
         self._step = step
-        """Returns the number of the present step."""
         self._pools: list[Any] = list(dict.fromkeys(each.block_pool for each in managers))
         """The pools, in the order of their numbers."""
         self._callers = Callers(*OURS)
-        """Reads off the stack who calls a pool."""
         self.isolation = IsolationClasses()
         """Reads what keeps a request's KV apart from other requests."""
         self._ending: list[Any] = []
         """Requests that have ended, and that the engine may not have forgotten yet."""
         self._hooks: list[Hooks] = []
-        """The hooks of all pools and managers."""
         self._active = True
         """Whether events are recorded, because the watch has not ended."""
         self._buffer = CallBuffer(log, step)
@@ -84,7 +79,6 @@ class PoolWatch:
             outputs_name_owners=scheduler is not None and len(self._pools) == 1 and not stacks,
             connector=getattr(scheduler, "connector", None) is not None,
         )
-        """Finds the owners of allocated blocks."""
         tracked = can_track(scheduler, managers) and not stacks
         key = shared_key(self._pools[0])
         self.hash_key = key.print if key is not None else None
@@ -97,10 +91,8 @@ class PoolWatch:
             PoolObserver(pool, number, *parts, shares_frees=several)
             for number, pool in enumerate(self._pools)
         ]
-        """One observer for each pool, which records the wrapped calls."""
         several_hashes = [observer.has_several_hashes for observer in self._observers]
         self._sweep = Sweep(scheduler, managers, self._pools, self._buffer, self.emit, several_hashes)
-        """Reports the present state of blocks and tables."""
         self._hashes: HashTracker | None = None
         """Reads the pool's state instead of wrapping its busiest methods; None if ``can_track`` is false."""
         if stacks:

@@ -73,7 +73,6 @@ class V0Observer(LookupObserver):
         self._scheduled: dict[str, ObservedSequence] = {}
         """The requests of that step, by request id."""
         self._ends: list[tuple[ObservedSequence, ev.Finished]] = []
-        """Ends that must follow that output."""
         self._census_due = False
         """A computed count did not move by its chunk."""
 
