@@ -28,7 +28,6 @@ class DynamoIndex:
                 "--index dynamo needs ai-dynamo-runtime: pip install 'kvledger[routing]'."
             ) from None
         self._tree: Any = RadixTree()
-        """The tree of all engines."""
         self._events = 0
         """How many events the tree got; it is the id of the next one."""
         self._contents = contents or {}

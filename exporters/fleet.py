@@ -32,7 +32,6 @@ class Fleet:
             # A client with an address that it can't parse is left half made and warns at exit.
             resolve_address(coerce_to_address(address))
             self._client = Client(address, timeout=timeout_seconds, set_as_default=False)
-            """The connection to the scheduler."""
         except (OSError, ValueError, TypeError) as error:
             raise LedgerError(f"No Dask scheduler answers at {address}.") from error
 

@@ -74,7 +74,6 @@ class _ProcessesWithBar(Processes):
     def __init__(self, processes: Processes, bar: Progress) -> None:
         super().__init__(processes.jobs)
         self._bar = bar
-        """Shows how many journals were read."""
 
     def each(
         self, work: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]

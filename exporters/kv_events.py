@@ -78,7 +78,6 @@ class Contents:
 
     def __init__(self, key: HashKey) -> None:
         self._key = key
-        """The key of the hashes."""
         self._of: dict[int, int] = {}
         """By hash id: the keyed hash of all tokens up to the end of the block, the oldest first."""
 
@@ -173,7 +172,6 @@ class Subscription:
         self._replay_address = replay
         """Where the publisher repeats batches; empty if it does not."""
         self._socket = self._context.socket(zmq.SUB)
-        """Receives what the publisher sends."""
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._socket.set_hwm(100_000)
         try:
@@ -252,7 +250,6 @@ class EventRecorder:
         self._source, self._key, self._endpoint = source, key, endpoint
         """Where batches come from, the key of their hashes, and the publisher's address."""
         self._recorder = Recorder(self.path)
-        """Writes the journal."""
         self._contents = Contents(key)
         """The hashes of the tokens of recent blocks."""
         self._began = time.monotonic()
@@ -260,7 +257,6 @@ class EventRecorder:
         self._stream = 0
         """How often the publisher was seen to begin anew."""
         self._expected = 0
-        """The next number."""
         self._restart()
 
     def run(self, stop: threading.Event) -> None:

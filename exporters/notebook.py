@@ -61,7 +61,6 @@ class Answer:
     def __init__(self, data: Any, render: Callable[[Any], RenderableType]) -> None:
         self.data = data
         self._render = render
-        """Turns ``data`` into what is printed."""
 
     def __repr__(self) -> str:
         return self._recorded().export_text().rstrip()
@@ -108,9 +107,7 @@ class Audit:
         if not paths:
             raise LedgerError("Which journals? Audit takes at least one path.")
         self._paths = [named(Path(path)) for path in paths]
-        """The paths of the journals, or of folders of journals."""
         self._window: Window = window(since, until)
-        """The time window of every answer."""
 
     @cached_property
     def data(self) -> AuditReport:

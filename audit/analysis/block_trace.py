@@ -173,6 +173,7 @@ class TraceBuilder:
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []
+        """The operations so far, with the numbers of lives in the journal."""
         self._hashes: dict[int, list[int]] = {}
         """By life: the hash ids of its blocks as far as it hit or cached them; 0: not known."""
 

@@ -121,6 +121,7 @@ class SimulatedPool:
         self._empty = blocks or 0
         """Free blocks without content."""
         self._policy = policy
+        """Free blocks with content, and some that are held again."""
         self._tier = tier
         """The cache below the pool; None: there is none."""
         self._keep_preempted = keep_preempted

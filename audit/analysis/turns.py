@@ -443,6 +443,7 @@ class _Seen:
         self._groups, self._incomplete = reader.groups, reader.incomplete
         """The other groups, and whether contents may be cached of which nothing is known."""
         self._gone: list[_Left] = []
+        """How contents of other groups had left the cache that the admission missed."""
         self._bounded: list[str] | None = None
         """Why no boundary behind each block was hit; None: not asked yet."""
         self._at = first.at

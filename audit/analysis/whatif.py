@@ -213,6 +213,7 @@ class _Study:
         """The policy that is used for everything but the curve."""
         self._replays = Replays(self.replayed, options.policies, self.share)
         self._done: dict[Replay, Replayed] = {}
+        """The results of replays, so that none runs twice."""
         first = [number for number, life in enumerate(trace.lives) if life.counted and not life.resumed]
         self.counted = first[int(len(first) * options.skip) :]
         """The lives whose hits are counted."""

@@ -29,7 +29,6 @@ class Activity:
         self._audit = audit
         """The audit that reads the journal; it knows the clock and the window."""
         self._counts = RequestCounts()
-        """The requests in the engine now."""
 
     @property
     def at_end(self) -> CountsState:

@@ -119,9 +119,7 @@ class BlockRows:
         self._audit = audit
         """The audit that reads the journal; it knows the clock and the window."""
         self._journal = journal
-        """The journal's name in rows."""
         self._sink = sink
-        """Where rows go."""
         self._operations = operations
         """Whether the rows of the block trace are made."""
         self._turns = turns
@@ -129,7 +127,6 @@ class BlockRows:
         self._minutes = minutes
         """Whether each minute is a row."""
         self._width = MINUTE_TICKS if minutes or state is not None else 1
-        """The width of a bucket in ticks."""
         self._buckets: dict[int, Bucket] = {}
         """The buckets that are over, unless they are rows already."""
         if state is not None and not audit.window.holds(60.0 * state.place):

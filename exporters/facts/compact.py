@@ -147,7 +147,6 @@ class _AllButLast:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        """Reads the journal."""
         self.last: Batch | None = None
         """The batch behind those that were yielded; None if there is none."""
 
@@ -166,7 +165,6 @@ class HourlyFiles:
         self.files: list[KeptFile] = []
         """The files that are whole."""
         self._folder = folder
-        """The folder of facts."""
         self._stem = stem
         """How the names of all files begin."""
         self._writers: dict[tuple[str, str], tuple[RowWriter, Path, BinaryIO]] = {}
@@ -253,17 +251,14 @@ class _Compaction:
         self, journal: Path, session: Session | None, there: Session | None, keep: Retention | None
     ) -> None:
         self._journal = journal
-        """The journal's folder."""
         self._session = session
         """Where the compaction before ended; None: the journal is read from its beginning."""
         self._number = 1 if there is None else there.number + 1
-        """The number of this compaction, which is in the names of its files."""
         self._keep = keep
         """What is removed; None: nothing."""
         self._began = there is None
         """Whether no session that can be read lists files. Files of one that can't be read are left alone."""
         self._folder = folder_of(journal)
-        """The folder of facts."""
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""

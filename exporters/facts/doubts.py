@@ -91,7 +91,6 @@ class DoubtsFollower:
     def __init__(self, audit: EngineAudit, doubts: Doubts) -> None:
         self.doubts = doubts
         self._audit = audit
-        """The audit that reads the journal."""
         self._errors = dict(audit.auditor.ledger.sums.engine_errors)
         """The exceptions before this batch, by name."""
         self._last = audit.last_at

@@ -100,7 +100,6 @@ class RowWriter:
         self.rows = 0
         """How many rows were added."""
         self._schema = schema(columns)
-        """The columns, as pyarrow has them."""
         self._waiting: Rows = []
         """Rows that are not written yet."""
         deltas = [c.name for c in columns if c.kind == "time" or c.name in _RISING]
@@ -115,7 +114,6 @@ class RowWriter:
             use_dictionary=[c.name for c in columns if c.name not in (*deltas, *_ALL_DIFFERENT)],
             column_encoding=dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
         )
-        """Writes the file."""
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add rows. Raises LedgerError for a figure that does not fit into 64 bits."""

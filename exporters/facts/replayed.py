@@ -86,7 +86,6 @@ class InMemory:
         self._sinks = {name: io.BytesIO() for name in TABLES}
         """The files, by table."""
         self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
-        """Their writers."""
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows to a table."""
@@ -118,7 +117,6 @@ class RowCollector:
         self.journal = journal_name(audit.path)
         """The journal's name in rows."""
         self._audit = audit
-        """The audit that reads the journal."""
         self.blocks: BlockRows | None = None
         """Makes the rows about blocks; None: not wanted."""
         if wanted.activity:

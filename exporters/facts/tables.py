@@ -59,7 +59,6 @@ class Facts:
         self.gone = {one.journal: one.rows_from_seconds for one in engines if one.rows_from_seconds}
         """Journals of which the window has only sums by the hour, before the Unix time that is named."""
         self._connection = connection
-        """The DuckDB connection, which has these tables alone."""
 
     def summed(self, columns: Sequence[str], where: str) -> bool:
         """Whether sums by the hour can answer a question with these expressions over requests.

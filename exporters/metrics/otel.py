@@ -138,7 +138,6 @@ class Telemetry:
         self._interval = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or INTERVAL_MILLISECONDS) / 1e3
         """Seconds from one export of the metrics to the next."""
         self._stop = threading.Event()
-        """Ends the threads."""
         loops = (self._watch_all, self._send_metrics)
         self._threads = [threading.Thread(target=loop, name="kvledger-otel", daemon=True) for loop in loops]
         """One thread looks for new audits, the other sends metrics."""

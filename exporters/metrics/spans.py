@@ -66,7 +66,6 @@ class RequestSpans:
 
     def __init__(self, provider: TracerProvider, ids: Ids, clock: Callable[[], float] = time.time) -> None:
         self._tracer: Tracer = provider.get_tracer("kvledger", __version__)
-        """Begins the spans."""
         self._ids = ids
         self._clock = clock
         """Returns the Unix time, in seconds."""

@@ -140,7 +140,6 @@ class _Lines:
 
     def __init__(self, tail: LiveTail, format: str) -> None:
         self._tail = tail
-        """Where the figures come from."""
         self._format = format
         """``text``, ``json`` or ``csv``."""
         self._printed = False

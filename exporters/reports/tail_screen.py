@@ -77,7 +77,6 @@ class TailFinder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        """The path, which may be a pattern."""
         self._found: dict[str, Path] = {}
         """The journals that were found last, by name."""
 
@@ -146,13 +145,11 @@ class LiveTail:
         self.by = by
         """What ended requests are grouped by; "": there are no groups."""
         self._groups: dict[str, Totals] = {}
-        """The totals of each group."""
         if by:
             self._follower.on_opened.append(self._group)
         self._counts: dict[str, LiveCounts] = {}
         """The counts of each journal, by its name."""
         self._new: list[Violation] = []
-        """The findings of the present poll."""
         self._tick: Tick = ignore
         """Called after each batch of the present poll."""
         self.newest: deque[Violation] = deque(maxlen=NEWEST)

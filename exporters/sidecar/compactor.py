@@ -61,17 +61,13 @@ class Compactor:
         """The figures of the sidecar."""
         age = ["--keep", keep] if keep else []
         self._command = [sys.executable, "-c", COMPACT, "compact", str(folder), "--jobs", "1", *age]
-        """What the process runs."""
         self._seconds = seconds
         """The time between two processes."""
         self._notify = notify
-        """Called with a sentence when a compaction failed."""
         self._inform = inform or (lambda _: None)
-        """Called with a sentence when one succeeded."""
         self._stop = threading.Event()
         """Ends the thread, and the process that runs."""
         self._thread = threading.Thread(target=self._run, name="kvledger-compact", daemon=True)
-        """Waits, compacts, and waits again."""
         self._problem = ""
         """The last sentence of a process that failed; it is not repeated."""
 

@@ -93,7 +93,6 @@ class Reconciler:
         self._audits = audits
         self._lock = lock
         self._ask = ask
-        """Returns the metrics of an engine at a URL, as text."""
         self._clock = clock
         """Returns the Unix time, in seconds."""
         self._comparisons: dict[int, CounterComparison] = {}

@@ -70,7 +70,6 @@ class FollowedJournal:
         self.saved: JournalState | None = None
         """What the last checkpoint holds of this journal."""
         self._saved_compared = self._compared()
-        """The versions of the comparisons in it."""
 
     @property
     def exported(self) -> FollowedAudit:

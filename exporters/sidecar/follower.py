@@ -126,7 +126,6 @@ class Follower:
         self.on_batch: OnBatch = ignore
         """Called after each batch has been audited."""
         self._finder = finder or FolderFinder(path)
-        """Lists the journals to follow."""
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
         self._out_of_reach: dict[str, JournalState] = {}

@@ -201,7 +201,6 @@ class _Handler(WSGIRequestHandler):
 
     def __init__(self, request: Any, address: Any, server: Server, connection: _Connection) -> None:
         self._connection = connection
-        """The connection of the request."""
         super().__init__(request, address, server)
 
     def setup(self) -> None:
@@ -240,7 +239,6 @@ class _Bounded:
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        """Where the lines come from."""
         self._left = HEADER_BYTES
         """Bytes that all lines after the first may still have."""
         self._first = True

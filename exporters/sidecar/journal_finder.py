@@ -44,7 +44,6 @@ class FolderFinder:
         self._single = not root.is_dir() or holds_journal(root)
         """Whether ``root`` is one journal."""
         self._hosts: set[str] = set()
-        """The names of folders that hold journals."""
         self._look_at: dict[str, float] = {}
         """Folders that held no journal, and the monotonic time at which they are looked at again."""
         if self._single:

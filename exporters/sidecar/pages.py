@@ -72,22 +72,15 @@ class Site:
         telemetry_path: str = TELEMETRY_PATH,
     ) -> None:
         self._follower = follower
-        """Follows the journals, and has the audits that are shown."""
         self._security = security
-        """TLS, passwords and headers, as they are configured."""
         self._notify = notify
-        """Called with a sentence when an answer failed."""
         self._telemetry_path = telemetry_path
-        """The path of the metrics."""
         self._text = _registry(follower, created=False)
-        """The metrics in the text format."""
         self._openmetrics = _registry(follower, created=True)
         """The metrics in OpenMetrics, with ``_created`` samples."""
         self._process = CollectorRegistry(auto_describe=False)
-        """The metrics of this process alone."""
         _register_process(self._process)
         self._exposition = Exposition()
-        """Writes all metrics of engines in OpenMetrics."""
         self._pages: dict[str, Callable[[], Page]] = {
             "/": self._landing,
             "/findings": self._findings,

@@ -169,7 +169,6 @@ class _Reading:
         self.when_ready: Callable[[], None] = ignore
         """Called once everything that was written before has been read."""
         self._follower = follower
-        """Reads the journals."""
         self._error: BaseException | None = None
         """What ended the thread before it was stopped."""
 

@@ -65,11 +65,8 @@ class Users:
         self._hashes = hashes
         """By user: the bcrypt hash of the password."""
         self._most = max(map(_cost, hashes.values()), default=0)
-        """The cost of every check."""
         self._correct = _Recent[bytes](_REMEMBERED)
-        """The SHA-256 of correct users and passwords."""
         self._wrong = _Recent[bytes](_REMEMBERED)
-        """The SHA-256 of wrong ones."""
         self._failed = _Recent[str](_FAILED)
         """Addresses whose last password was wrong."""
         self._queue = _Queue()

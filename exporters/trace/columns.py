@@ -145,14 +145,11 @@ class _Trace:
 
     def __init__(self, path: Path, wanted: Collection[str], window: Window) -> None:
         self._wanted = wanted
-        """The names of the tables to make."""
         every_request = (lambda _: True) if "entries" in wanted else None
         self._engine_audit = EngineAudit(path, [KeptAccounts], watch=every_request, window=window)
-        """The audit that the rows are of."""
         self._facts: list[tuple[str, Rows]] = []
         """Rows that the collector made of the last batch."""
         self._collector = RowCollector(self._engine_audit, Wanted(checks=True), self._collect)
-        """Makes the rows of requests."""
         self._step_rows = StepRows() if "steps" in wanted else None
         """Makes the rows of steps; None: not wanted."""
         self._block_rows = BlockRows() if {"stays", "occupancy"} & set(wanted) else None

@@ -70,9 +70,7 @@ class _File:
         """The path until then."""
         # Buffered, so that a disk that is full from the start leaves no half-open writer.
         self._sink = pa.BufferedOutputStream(pa.OSFile(str(self._draft), "wb"), BUFFER_BYTES)
-        """Buffers what is written to the draft."""
         self._writer = RowWriter(self._sink, columns)
-        """Turns rows into Parquet."""
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,6 @@ class RequestCounts:
     def __init__(self, in_engine: int = 0, running: Iterable[int] = ()) -> None:
         self._in_engine = in_engine
         self._running: set[int] = set(running)
-        """The numbers of the running requests."""
 
     @property
     def state(self) -> tuple[int, list[int]]:

@@ -71,7 +71,6 @@ class StepRows:
 
     def __init__(self) -> None:
         self._times = ObservedSteps()
-        """Measures how long steps took."""
         self._scheduled: dict[int, tuple[int, int]] = {}
         """By request: its tokens and draft tokens in each step, until a step changes them."""
         self._step = 0

@@ -122,19 +122,15 @@ class _Track:
         self.began = _start(path)
         """Unix time of the engine's start."""
         self._counts = RequestCounts()
-        """The running and waiting requests."""
         self._lanes = Lanes()
-        """The lanes of the requests."""
         self._steps = ObservedSteps()
         """Steps that were observed and not drawn yet."""
         self._step = 0
         """The last step that has a slice."""
         self._blocks = BlockStates()
-        """The blocks by state, at level blocks."""
         self._blocks_at = -BLOCKS_US
         """When the counter of blocks had its last value, in microseconds."""
         self._flows = 0
-        """How many arrows were drawn."""
         self._findings_by_request: dict[str | None, list[Violation]] = {}
         """Findings that are not drawn yet; None: those without a request."""
 
