@@ -240,7 +240,7 @@ def query(
 @command(
     opt.AUDIT,
     "whatif /var/lib/kvledger",
-    "whatif /var/lib/kvledger --blocks 1000,2000 --policy lru,lfu",
+    "whatif /var/lib/kvledger --blocks 1000,2000",
     "whatif /var/lib/kvledger --tiers 40GiB,500GiB",
     "whatif conversation_trace.jsonl --skip 0.5",
 )
@@ -252,7 +252,6 @@ def whatif(
         "--blocks N,N,...",
         "Pool sizes to replay. Default: from a quarter of the recorded size until more gains nothing.",
     ),
-    policy: str = option("--policy NAME,...", "Eviction policies: lru, fifo, lfu, clock, sieve.", "lru"),
     tiers: str = option("--tiers SIZE,...", "Sizes of a second tier: 40GiB,500GiB."),
     block_bytes: str = option(
         "--block-bytes SIZE", "Size of one block on all workers. Default: what the engine reported."
@@ -264,47 +263,26 @@ def whatif(
         min=0.0,
         max=0.99,
     ),
-    sample: float = option(
-        "--sample SHARE",
-        "Replay this share of the blocks, such as 0.01, and estimate the rest; the error is printed.",
-        1.0,
-        min=0.0001,
-        max=1.0,
-    ),
-    by: str = opt.BY,
-    output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
-) -> Report | None:
-    """Compute which hits another cache would have had.
+) -> Report:
+    """Compute which hits another number of blocks, or a second tier, would have had.
 
-    Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on caches of
-    other sizes, with other policies and with a second tier.
-    Needs the whatif extra: pip install 'kvledger[whatif]'.
+    Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on pools of
+    other sizes. kvledger simulate runs the scheduler too, with any other setting.
     """
     from .audit.analysis.whatif import Options
-    from .exporters.cache_policies import policies
     from .exporters.reports import whatif as report
+    from .exporters.reports.terminal import size
 
     options = Options(
-        policies=policies(policy),
         blocks=report.counts(blocks),
         tiers=report.sizes(tiers),
-        block_bytes=report.size(block_bytes) if block_bytes else 0,
+        block_bytes=size(block_bytes) if block_bytes else 0,
         skip=skip,
     )
     with read.journals(paths) as (places, window, run):
-        result = report.study(
-            places,
-            options,
-            block_tokens=block_size,
-            window=window,
-            run=run,
-            by=by,
-            share=sample if sample < 1 else None,
-        )
-    if output is not None and _page(output, report.html(result)):
-        return None
+        result = report.study(places, options, block_tokens=block_size, window=window, run=run)
     return Report(result, report.render, report.as_csv)
 
 
@@ -551,7 +529,7 @@ def prune(
     """
     from .audit.replay.windows import window
     from .exporters.reports import listing as report
-    from .exporters.reports.whatif import size
+    from .exporters.reports.terminal import size
 
     result = report.prune(
         folder,

@@ -38,7 +38,6 @@ EXTRAS = {
     "pictures": ("resvg_py",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
-    "whatif": ("libcachesim",),
 }
 COMPLETE = "_KVLEDGER_COMPLETE"
 

@@ -29,7 +29,6 @@ from ..audit.replay.parallel import Run
 from ..audit.replay.short_names import named
 from ..audit.replay.windows import Window, window
 from . import usage_logs
-from .cache_policies import policies
 from .inputs import reading
 from .reports import (
     audit_text,
@@ -150,15 +149,11 @@ class Audit:
             data = usage.usage(journals_at(places), told, self._window)
         return Answer(data, partial(usage.render, log=told, verbose=verbose))
 
-    def whatif(
-        self, blocks: str = "", *, policy: str = "lru", tiers: str = "", skip: float = 0.0, by: str = ""
-    ) -> Answer:
-        """The hits of another cache, with options written as for ``kvledger whatif``."""
-        options = Options(
-            policies=policies(policy), blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip
-        )
+    def whatif(self, blocks: str = "", *, tiers: str = "", skip: float = 0.0) -> Answer:
+        """The hits of another number of blocks, with options written as for ``kvledger whatif``."""
+        options = Options(blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip)
         with reading(self._paths) as (places, run):
-            data = whatif.study(places, options, window=self._window, run=run, by=by)
+            data = whatif.study(places, options, window=self._window, run=run)
         return Answer(data, whatif.render)
 
     def prefixes(self, top: int = 20) -> Answer:

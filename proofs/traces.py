@@ -4,8 +4,7 @@ Usage: make proof NAME=traces ARGS="FILE [--blocks N ...] [--releases R ...] [--
 
 FILE is a trace in the Mooncake format, such as Mooncake's FAST25-release/traces/conversation_trace.jsonl.
 Requests come one after another and have one output token, because a pool alone has neither time nor outputs:
-that is `kvledger whatif`, whose LRU hits are those of kvcache-simulator to the token (`make proof NAME=whatif
-ARGS="--mooncake FILE"`), and which counts hits on partly filled last blocks, too. Dynamo's mocker
+that is `kvledger whatif`, which counts hits on partly filled last blocks, too. Dynamo's mocker
 (`ai-dynamo-runtime`, in the environment of `make proof NAME=routed`) runs so fast that requests do not
 overlap. Prints the local hits of each. Exits with 1 if a release could not be simulated.
 """
@@ -26,7 +25,6 @@ from proofs.routed import routers
 from kvledger.audit.analysis.whatif import Options
 from kvledger.audit.replay.request_traces import BLOCK_TOKENS
 from kvledger.audit.replay.windows import EVERYTHING
-from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.reports import simulate
 from kvledger.exporters.reports.whatif import study
 
@@ -56,7 +54,7 @@ def shortened(trace: Path, folder: Path, requests: int) -> tuple[Path, int]:
 
 def by_pool(path: Path, sizes: Sequence[int]) -> list[float]:
     """The hits of each pool, as a share of prompt tokens, by `kvledger whatif`."""
-    [one] = study([path], Options(policies=policies("lru"), blocks=list(sizes))).engines
+    [one] = study([path], Options(blocks=list(sizes))).engines
     return [point.hit_share for point in one.curve if point.blocks in sizes]
 
 

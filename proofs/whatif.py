@@ -1,14 +1,10 @@
 """Compares predictions of `kvledger whatif` with real engines of half and of twice the size.
 
-Usage: make proof NAME=whatif ARGS="[--blocks N] [--requests N] [--seed N] [--keep DIR] [--mooncake FILE]"
+Usage: make proof NAME=whatif ARGS="[--blocks N] [--requests N] [--seed N] [--keep DIR]"
 
 Runs the same conversations three times on the real vLLM engine with a tiny model on this CPU: with N blocks,
 with half and with twice as many. The first journal predicts the hit rates of the other two runs. Exits with
 1 if a prediction is off by more than two points.
-
-With `--mooncake` no engine runs: the LRU hits of a request trace, such as Mooncake's
-conversation_trace.jsonl, are compared with those of kvcache-simulator at five sizes, over the second half of
-the requests.
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ from typing import Any
 from kvledger.audit.analysis.whatif import TRUSTED_POINTS, Options, WhatIf
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
 from kvledger.audit.demo.process import output_to, settle_environment
-from kvledger.audit.replay.request_traces import BLOCK_TOKENS as BLOCK_TOKENS_OF_TRACES
-from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.reports.whatif import study
 
 BLOCK_TOKENS = 32
@@ -35,7 +29,6 @@ SEQUENCE_TOKENS = 512
 STEPS_BETWEEN_REQUESTS = 8
 SYSTEM_PROMPTS = 10
 CONVERSATIONS = 25
-MOONCAKE_BLOCKS = (500, 1000, 5000, 20_000, 60_000)
 
 Prompt = tuple[list[int], int]
 """Token ids, and how many output tokens the request gets."""
@@ -113,39 +106,18 @@ def compare(folder: Path, arguments: argparse.Namespace) -> bool:
     present = arguments.blocks
     sizes = [present // 2, present, 2 * present]
     journals = {size: recorded(folder, size, arguments) for size in sizes}
-    lru = policies("lru")
-    [predicted] = study([journals[present]], Options(policies=lru, blocks=sizes)).engines
+    [predicted] = study([journals[present]], Options(blocks=sizes)).engines
     by_size = {point.blocks: point.hit_share for point in predicted.curve}
     print(f"{predicted.engine}: {predicted.requests} requests, {predicted.prompt_tokens:,} prompt tokens")
     print("blocks    predicted   recorded   difference")
     worst = 0.0
     for size in sizes:
-        share = measured(study([journals[size]], Options(policies=lru, blocks=[size])).engines[0])
+        share = measured(study([journals[size]], Options(blocks=[size])).engines[0])
         points = 100 * (by_size[size] - share)
         worst = max(worst, abs(points))
         mark = "  (the run that predicts)" if size == present else ""
         print(f"{size:6,} {100 * by_size[size]:10.2f} % {100 * share:8.2f} % {points:+11.2f}{mark}")
     return worst <= TRUSTED_POINTS
-
-
-def compare_simulators(path: Path) -> bool:
-    """Print the hits of both simulators; whether all are equal."""
-    from kvcache_sim.plan import build_execution_plan
-    from kvcache_sim.policies import simulate_ceiling, simulate_policy
-    from kvcache_sim.trace import parse_trace_lines
-
-    lines = path.read_text().splitlines()
-    plan = build_execution_plan(parse_trace_lines(lines, block_size=BLOCK_TOKENS_OF_TRACES))
-    options = Options(policies=policies("lru"), blocks=MOONCAKE_BLOCKS, skip=0.5)
-    [ours] = study([path], options).engines
-    print(f"{'blocks':>8} {'kvledger':>12} {'kvcache-simulator':>18}")
-    equal = True
-    for point in [*ours.curve, ours.ideal]:
-        theirs = simulate_policy(plan, "lru", point.blocks) if point.blocks else simulate_ceiling(plan)
-        name = f"{point.blocks:,}" if point.blocks else "no limit"
-        print(f"{name:>8} {point.hit_tokens:12,} {theirs.hitTokens:18,}  {100 * point.hit_share:.2f} %")
-        equal &= point.hit_tokens == theirs.hitTokens
-    return equal
 
 
 def measured(result: WhatIf) -> float:
@@ -160,11 +132,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the journals")
-    parser.add_argument("--mooncake", type=Path, help="a request trace, for the comparison of simulators")
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.mooncake:
-        return 0 if compare_simulators(arguments.mooncake) else 1
     if arguments.run:
         with output_to(arguments.keep / f"engine-{arguments.run}.log"):
             run_engine(arguments.keep, arguments.run, conversations(arguments.requests, arguments.seed))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import JournalError, LedgerError
 from ..events import Admitted
@@ -88,12 +89,6 @@ class TraceRequest(msgspec.Struct):
     request_id: str
     prompt_tokens: int
     hashes: list[int] = []
-    priority: int = 0
-    lora: str = ""
-    salt: str = ""
-    group: str = ""
-    arrived_seconds: float | None = None
-    """Unix time of the arrival; None: not known."""
 
 
 class BlockTrace(msgspec.Struct):
@@ -111,8 +106,6 @@ class BlockTrace(msgspec.Struct):
     requests: list[TraceRequest] = []
     doubts: list[str] = []
     """Reasons why a replay of this trace may differ from the recorded engine."""
-    model: str = ""
-    """The model that the engine serves; "": not known."""
     began_seconds: float = 0.0
     """Unix time from which the times of lives count."""
 
@@ -154,19 +147,6 @@ class RecordedRequest(msgspec.Struct):
     removed: bool = False
     """Whether the engine has forgotten its tables. Its end comes then, too, if no event is lost."""
 
-    def request(self, began_seconds: float) -> TraceRequest:
-        """The request in a trace, without its hash ids."""
-        return TraceRequest(
-            self.request_id,
-            self.prompt_tokens,
-            [],
-            self.priority,
-            self.lora,
-            self.salt,
-            self.group,
-            None if self.added_at < 0 or not began_seconds else began_seconds + self.added_at / 1e6,
-        )
-
 
 class TraceBuilder:
     """Makes a :class:`BlockTrace` of changes and requests."""
@@ -183,7 +163,7 @@ class TraceBuilder:
             kind, life, index, ids, _ = change
             if kind in (CACHED, HIT):
                 put(self._hashes.setdefault(life, []), index, ids)
-            self._operations += operations(change)
+            self._operations += _operations(change)
 
     @property
     def first(self) -> int:
@@ -191,43 +171,23 @@ class TraceBuilder:
         return next((life for kind, life, _, _ in self._operations if kind == ADMIT), 0)
 
     def trace(self, described: BlockTrace, requests: Iterable[RecordedRequest]) -> BlockTrace:
-        """The whole trace. Raises LedgerError if lives are missing."""
-        lives = Lives(requests, self.first, described.began_seconds)
-        for request, recorded in zip(lives.requests, lives.recorded, strict=True):
-            for life in sorted(recorded.lives):
-                _overlay(request.hashes, self._hashes.pop(life, ()))
-        return lives.into(described, self._operations)
+        """The whole trace of the ``described`` engine, with its requests in the order of arrival.
 
-
-class Lives:
-    """The lives of a trace from the ``first`` one on, and their requests in the order of arrival.
-
-    Where the oldest are not kept any more, a trace counts the others from 0. Raises LedgerError if others
-    are missing.
-    """
-
-    def __init__(self, requests: Iterable[RecordedRequest], first: int, began_seconds: float) -> None:
-        self.first = first
-        """The first life, in the count of the journal."""
+        Where the oldest lives are not kept any more, the trace counts the others from 0. Raises LedgerError
+        if others are missing.
+        """
+        first = self.first
         known = (one for one in requests if one.lives and max(one.lives) >= first)
-        self.recorded = sorted(known, key=lambda one: one.arrival)
-        """The requests, as they are recorded."""
-        self.requests = [one.request(began_seconds) for one in self.recorded]
-        """The same, for a trace."""
+        recorded = sorted(known, key=lambda one: one.arrival)
         numbered = {
-            number: msgspec.structs.replace(life, request=place)
-            for place, one in enumerate(self.recorded)
+            number: replace(life, request=place)
+            for place, one in enumerate(recorded)
             for number, life in one.lives.items()
             if number >= first
         }
         if numbered and max(numbered) - first + 1 != len(numbered):
             raise LedgerError("Rows of admissions are missing.")
-        self.lives = [numbered[number] for number in sorted(numbered)]
-        """The lives, with the places of their requests."""
-
-    def into(self, described: BlockTrace, operations: list[Operation]) -> BlockTrace:
-        """A trace of the ``described`` engine with these operations."""
-        first, doubts = self.first, described.doubts
+        operations, doubts = self._operations, described.doubts
         if first:
             doubts = [*doubts, f"the {first:,} oldest admissions are not kept any more"]
             operations = [
@@ -235,12 +195,25 @@ class Lives:
                 for kind, one, index, hash_id in operations
                 if kind in (DROP, RESET) or one >= first
             ]
-        return msgspec.structs.replace(
-            described, operations=operations, lives=self.lives, requests=self.requests, doubts=doubts
+        return replace(
+            described,
+            operations=operations,
+            lives=[numbered[number] for number in sorted(numbered)],
+            requests=[
+                TraceRequest(one.request_id, one.prompt_tokens, self._hashes_of(one)) for one in recorded
+            ],
+            doubts=doubts,
         )
 
+    def _hashes_of(self, request: RecordedRequest) -> list[int]:
+        """The hash ids of the blocks of its lives; those of a later life count."""
+        hashes: list[int] = []
+        for life in sorted(request.lives):
+            _overlay(hashes, self._hashes.pop(life, ()))
+        return hashes
 
-def operations(change: Change) -> Iterator[Operation]:
+
+def _operations(change: Change) -> Iterator[Operation]:
     """What a pool replays of a change."""
     kind, life, number, ids, _ = change
     if kind == CACHED:

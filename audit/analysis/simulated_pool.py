@@ -1,20 +1,17 @@
-"""Replay a block trace on a pool of another size, another eviction policy, or with a second tier.
+"""Replay a block trace on a pool of another size, or with a second tier below it.
 
 The pool works as vLLM's does. A block is held by tables, or free. A free block that was cached keeps its
-content and can be hit until it is evicted; blocks without content are allocated first. A table is released
-last block first, so the beginning of a prefix is evicted last. Two requests that compute the same content at
-the same time have a block each.
+content and can be hit until it is evicted, least recently used first; blocks without content are allocated
+first. A table is released last block first, so the beginning of a prefix is evicted last. Two requests that
+compute the same content at the same time have a block each.
 
 What is taken from the recording: when requests are admitted and released, how long their tables are, and when
 a block is full. So a replay does not know that a larger cache ends prefills sooner.
-
-Which free block is evicted is decided by a :class:`Policy`, which is not in this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections import OrderedDict
 
 import msgspec
 
@@ -24,70 +21,24 @@ EMPTY = -1
 """An entry of a table: a block that is not cached."""
 
 
-class Policy(Protocol):
-    """The order in which cached blocks are evicted. A block is a number, and new content a new number."""
-
-    def use(self, block: int) -> None:
-        """A block is no longer in use: add it, or count one more use of it."""
-
-    def evict(self) -> int:
-        """Remove the block that is evicted next, and return it."""
-
-    def remove(self, block: int) -> None:
-        """Remove a block if it is here."""
-
-    def __len__(self) -> int:
-        """How many blocks are here."""
-
-
-MakePolicy = Callable[[int], Policy]
-"""Makes a policy for a cache of so many blocks."""
-
-
-class NeverEvicts:
-    """The policy of a pool that is never full."""
-
-    def use(self, block: int) -> None:
-        """See :class:`Policy`."""
-
-    def evict(self) -> int:
-        """See :class:`Policy`."""
-        raise AssertionError("a pool without a limit evicts nothing")
-
-    def remove(self, block: int) -> None:
-        """See :class:`Policy`."""
-
-    def __len__(self) -> int:
-        return 0
-
-
 class Tier:
     """A second cache below the pool: every block that is cached in the pool is written to it."""
 
-    def __init__(self, blocks: int, policy: Policy) -> None:
+    def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         """How many blocks it holds."""
-        self._policy = policy
-        self._number_of: dict[int, int] = {}
-        """The policy's number of each hash id in the tier."""
-        self._hash_of: dict[int, int] = {}
-        """The hash id of each of the policy's numbers."""
-        self._last = 0
-        """The number of the newest block; 0: none was written yet."""
+        self._hash_ids: OrderedDict[int, None] = OrderedDict()
+        """The hash ids of its blocks, least recently used first."""
 
     def __contains__(self, hash_id: int) -> bool:
-        return hash_id in self._number_of
+        return hash_id in self._hash_ids
 
     def use(self, hash_id: int) -> None:
         """A block is written to the tier, or read from it."""
-        number = self._number_of.get(hash_id)
-        if number is None:
-            self._last += 1
-            number = self._number_of[hash_id] = self._last
-            self._hash_of[number] = hash_id
-        self._policy.use(number)
-        while len(self._policy) > self.blocks:
-            del self._number_of[self._hash_of.pop(self._policy.evict())]
+        self._hash_ids[hash_id] = None
+        self._hash_ids.move_to_end(hash_id)
+        if len(self._hash_ids) > self.blocks:
+            self._hash_ids.popitem(last=False)
 
 
 class Replayed(msgspec.Struct):
@@ -99,39 +50,25 @@ class Replayed(msgspec.Struct):
     """Cached blocks that were evicted."""
     short: int = 0
     """Blocks that requests needed when every block was held: the engine would have had to preempt."""
-    most_held: int = 0
-    """The largest number of blocks that tables held at one time."""
 
 
 class SimulatedPool:
-    """A pool of ``blocks`` blocks; None: no limit."""
+    """A pool of ``blocks`` blocks, with a tier of ``tier_blocks`` below it. None: no limit; 0: no tier."""
 
-    def __init__(
-        self,
-        trace: BlockTrace,
-        blocks: int | None,
-        policy: Policy,
-        *,
-        tier: Tier | None = None,
-        keep_preempted: bool = False,
-    ) -> None:
+    def __init__(self, trace: BlockTrace, blocks: int | None, tier_blocks: int = 0) -> None:
         self._trace = trace
         self._limited = blocks is not None
         """Whether the pool has a size; without one, no block is evicted."""
         self._empty = blocks or 0
         """Free blocks without content."""
-        self._policy = policy
-        """Free blocks with content, and some that are held again."""
-        self._tier = tier
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """The numbers of free blocks with content, least recently used first."""
+        self._tier = Tier(tier_blocks) if tier_blocks else None
         """The cache below the pool; None: there is none."""
-        self._keep_preempted = keep_preempted
-        """Whether a preempted request keeps its table, as if there had been enough blocks."""
         self._last = 0
         """The number of the block that was cached last; 0: none was."""
         self._borrowed = 0
         """Blocks in use beyond the size of the pool."""
-        self._held = 0
-        """Blocks that are in a table, each counted once."""
         self._tables: dict[int, list[int]] = {}
         """By life: for each block its number, or ``EMPTY``."""
         self._references: dict[int, int] = {}
@@ -140,10 +77,6 @@ class SimulatedPool:
         """By number: the hash id of each cached block."""
         self._numbers_of: dict[int, list[int]] = {}
         """By hash id: the blocks that have this content, oldest first."""
-        self._stands_for: dict[int, int] = {}
-        """With ``keep_preempted``: the life whose table a later life of the same request continues."""
-        self._kept: dict[int, int] = {}
-        """With ``keep_preempted``: by request, the life that was preempted and keeps its table."""
         lives = len(trace.lives)
         self.result = Replayed([0] * lives, [0] * lives)
         """What the replay counted so far."""
@@ -152,9 +85,9 @@ class SimulatedPool:
         """Replay the whole trace."""
         for kind, life, first, second in self._trace.operations:
             if kind == CACHED:
-                self._cached(self._stands_for.get(life, life), first, second)
+                self._cached(life, first, second)
             elif kind == GROW:
-                self._grow(self._stands_for.get(life, life), first)
+                self._grow(life, first)
             elif kind == ADMIT:
                 self._admit(life)
             elif kind == RELEASE:
@@ -169,22 +102,17 @@ class SimulatedPool:
 
     def _admit(self, number: int) -> None:
         life = self._trace.lives[number]
-        if life.request in self._kept:
-            self._stands_for[number] = self._kept.pop(life.request)
-            return
         table = self._tables[number] = []
         hashes = self._trace.requests[life.request].hashes[: self._trace.limit(life)]
-        numbers_of, references, free = self._numbers_of, self._references, 0
+        numbers_of, references = self._numbers_of, self._references
         for hash_id in hashes:
             numbers = numbers_of.get(hash_id)
             if numbers is None:
                 break
             block = numbers[0]
-            count = references.get(block, 0)
-            references[block] = count + 1
-            free += not count
+            references[block] = references.get(block, 0) + 1
+            self._idle.pop(block, None)
             table.append(block)
-        self._count_held(free)
         self.result.hits[number] = len(table)
         if self._tier is not None:
             self._read_tier(number, hashes[len(table) :])
@@ -227,32 +155,25 @@ class SimulatedPool:
             self._tier.use(hash_id)
 
     def _release(self, number: int) -> None:
-        life = self._trace.lives[number]
-        number = self._stands_for.pop(number, number)
-        if self._keep_preempted and life.preempted:
-            self._kept[life.request] = number
-            return
-        references, use = self._references, self._policy.use
+        references = self._references
         for block in reversed(self._tables.pop(number, ())):
             if block == EMPTY:
-                self._held -= 1
                 self._free()
             elif references[block] > 1:
                 references[block] -= 1
             else:
                 del references[block]
-                self._held -= 1
                 if block not in self._hash_of:
                     self._free()
                 else:
-                    use(block)
+                    self._idle[block] = None
                     if self._borrowed:
                         self._repay()
 
     def _drop(self, hash_id: int) -> None:
         for block in self._numbers_of.pop(hash_id, ()):
             del self._hash_of[block]
-            self._policy.remove(block)
+            self._idle.pop(block, None)
             if block not in self._references:
                 self._free()
 
@@ -263,7 +184,6 @@ class SimulatedPool:
     # --- blocks ---------------------------------------------------------------------------------------
 
     def _allocate(self, count: int) -> None:
-        self._count_held(count)
         if not self._limited:
             return
         empty = min(count, self._empty)
@@ -273,25 +193,18 @@ class SimulatedPool:
                 self._borrowed += 1
                 self.result.short += 1
 
-    def _count_held(self, count: int) -> None:
-        self._held += count
-        if self._held > self.result.most_held:
-            self.result.most_held = self._held
-
     def _evict(self) -> bool:
         """Evict the content of a free block; False if every block is held."""
-        while len(self._policy):
-            block = self._policy.evict()
-            if block in self._references:
-                continue  # held again since; the policy gets it back when it is released
-            hash_id = self._hash_of.pop(block)
-            numbers = self._numbers_of[hash_id]
-            numbers.remove(block)
-            if not numbers:
-                del self._numbers_of[hash_id]
-            self.result.evicted += 1
-            return True
-        return False
+        if not self._idle:
+            return False
+        block, _ = self._idle.popitem(last=False)
+        hash_id = self._hash_of.pop(block)
+        numbers = self._numbers_of[hash_id]
+        numbers.remove(block)
+        if not numbers:
+            del self._numbers_of[hash_id]
+        self.result.evicted += 1
+        return True
 
     def _free(self) -> None:
         """A block without content is free."""

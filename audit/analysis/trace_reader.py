@@ -110,7 +110,6 @@ class TraceReader(msgspec.Struct):
             blocks=self.blocks,
             block_bytes=int(block_bytes or 0) * max(1, int(workers or 0)) if has_bytes else 0,
             doubts=self.doubts,
-            model=str(settings.get("model") or ""),
             began_seconds=self.began_seconds,
         )
 

@@ -173,7 +173,7 @@ class LiveAudit:
         return self._read(lambda audit: audit.usage(log))
 
     def whatif(self, blocks: str = "", **options: Any) -> Any:
-        """The hits of another cache, as ``kvledger whatif``. Level blocks only."""
+        """The hits of another number of blocks, as ``kvledger whatif``. Level blocks only."""
         return self._read(lambda audit: audit.whatif(blocks, **options))
 
     def prefixes(self, top: int = 20) -> Any:

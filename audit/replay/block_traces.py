@@ -28,7 +28,6 @@ from ..analysis.prefixes import Prefix, PrefixTrie
 from ..analysis.step_model import fit
 from ..analysis.step_times import STEP_HANDLERS, StepTimes
 from ..analysis.trace_reader import TraceReader
-from ..analysis.trace_sample import TraceSample, take_sample
 from ..analysis.turns import Turn, TurnReader
 from ..events import Event
 from ..journal.host_folders import engine_name
@@ -99,10 +98,6 @@ class RecordedBlocks:
         """All requests, also those that are open."""
         return [*self.requests, *self.reader.requests.values()]
 
-    def changes(self) -> Iterator[Sequence[Change]]:
-        """All changes, in order. They can be read again."""
-        return chain(self.kept(), self._new)
-
     def emptied(self) -> Iterator[Sequence[Change]]:
         """All changes, in order and for the last time: each part leaves the memory once it is read."""
         yield from self.kept()
@@ -111,28 +106,21 @@ class RecordedBlocks:
             yield new.popleft()
 
 
-def block_trace(
-    recorded: RecordedBlocks, window: Window = EVERYTHING, share: float | None = None
-) -> tuple[BlockTrace, TraceSample | None]:
-    """The block trace of an engine, or a sample of this ``share`` of it with the trace but its operations.
+def block_trace(recorded: RecordedBlocks, window: Window = EVERYTHING) -> BlockTrace:
+    """The block trace of an engine. Raises LedgerError if it has none.
 
-    Everything is replayed; hits are counted only of requests that were admitted in the ``window``. Raises
-    LedgerError if the engine has no block trace.
+    Everything is replayed; hits are counted only of requests that were admitted in the ``window``.
     """
-    described, sample = recorded.described(), None
-    if share is None:
-        builder = TraceBuilder()
-        for some in recorded.emptied():
-            builder.add(some)
-        trace = builder.trace(described, recorded.whole())
-    else:
-        trace, sample = take_sample(described, recorded.whole(), recorded.changes, share)
+    described, builder = recorded.described(), TraceBuilder()
+    for some in recorded.emptied():
+        builder.add(some)
+    trace = builder.trace(described, recorded.whole())
     if window.bounded:
         newest = last_start(recorded.path)
         began = trace.began_seconds if newest is None else newest.began_seconds
         for life in trace.lives:
             life.counted = window.holds(began + life.at / 1e6)
-    return trace, sample
+    return trace
 
 
 def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:

@@ -7,6 +7,7 @@ messages) are printed as text and never as rich markup.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from ...audit.errors import LedgerError
 
 PLAIN_WIDTH = 100
 """Columns where the output is not a terminal and COLUMNS is not set."""
@@ -90,6 +93,24 @@ def bytes_text(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.4g} {name}"
     return f"{number} B"
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for base, unit in ((1000, "b"), (1024, "ib"))
+    for power, prefix in enumerate("kmgt", 1)
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def size(text: str) -> int:
+    """The bytes of a size as a user writes it: ``40GiB``. Raises LedgerError."""
+    match = _SIZE.fullmatch(text)
+    number, unit = match.groups() if match else ("0", "")
+    found = int(float(number) * _UNITS.get(unit.lower(), 0))
+    if not found:
+        raise LedgerError(f"{text!r} is no size: write 512MiB, 40GiB or 500GB.")
+    return found
 
 
 def counted(n: int, noun: str) -> str:

@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from functools import partial
 from math import floor
 
-from ...audit.analysis.block_trace import BlockTrace, TraceRequest
 from ...audit.errors import LedgerError
 from ...audit.figures.labels import GROUPED, Label
 from ...audit.ledger.account import Account
@@ -54,45 +53,6 @@ def group_key(by: str, engine_audit: EngineAudit) -> Key:
     return lambda account: name(account.request_id)
 
 
-TRACE_KEYS = ("engine", "model", *TIMES, *(label.name for label in GROUPED))
-"""Keys that requests of a block trace have, too."""
-
-NO_ARRIVAL = "arrival not known"
-"""The time of a request that ran when the trace began, or whose trace has no times."""
-
-
-def check_trace(by: str) -> None:
-    """Raise :class:`LedgerError` if ``by`` names no groups of a block trace."""
-    check(by)
-    if by in KEYS and by not in TRACE_KEYS:
-        raise LedgerError(
-            f"whatif can't group by {by}: take {', '.join(TRACE_KEYS)}, or a regular expression."
-        )
-
-
-def trace_group(by: str, trace: BlockTrace) -> Callable[[TraceRequest], str]:
-    """A function from a request of a block trace to its group, by one of :data:`TRACE_KEYS` or an expression.
-
-    Raises :class:`LedgerError` for another key.
-    """
-    check_trace(by)
-    if by in TIMES:
-        return lambda request: (
-            NO_ARRIVAL
-            if request.arrived_seconds is None
-            else arrival(request.arrived_seconds, 0.0, TIMES[by])
-        )
-    keys: dict[str, Callable[[TraceRequest], str]] = {
-        "engine": lambda _: trace.engine,
-        "model": lambda _: trace.model,
-        **{label.name: partial(_shown_of_trace, label) for label in GROUPED},
-    }
-    if by in keys:
-        return keys[by]
-    name = named_by(by)
-    return lambda request: name(request.request_id)
-
-
 def tier_names(account: Account) -> str:
     """The tiers that the connector reported for the request's external tokens, with commas between them."""
     return ", ".join(sorted(account.promised_by_tier))
@@ -101,10 +61,6 @@ def tier_names(account: Account) -> str:
 def _shown(label: Label, account: Account) -> str:
     found = label.read(account)
     return label.none if found is None else str(found)
-
-
-def _shown_of_trace(label: Label, request: TraceRequest) -> str:
-    return str(getattr(request, label.name)) or label.none
 
 
 def arrival(began_seconds: float | None, added_seconds: float, length: int) -> str:

@@ -12,7 +12,6 @@ from tests.exporters.labels import labelled
 import kvledger
 from kvledger.audit.analysis.whatif import Options
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.cache_policies import policies
 from kvledger.exporters.notebook import Answer
 from kvledger.exporters.reports.block_use import block_use
 from kvledger.exporters.reports.prefixes import prefixes
@@ -125,7 +124,7 @@ def test_blocks_are_those_of_the_commands(tmp_path: Path) -> None:
 
     assert prefixes([folder]) == audit.prefixes().data
     assert block_use([folder]) == audit.blocks().data
-    options = Options(policies=policies("lru"), blocks=[9])
+    options = Options(blocks=[9])
     assert study([folder], options) == audit.whatif("9").data
     assert "blocks" in repr(audit.whatif("9"))
     with pytest.raises(LedgerError, match="reads whole journals"):

@@ -22,12 +22,9 @@ from kvledger.audit.analysis.block_trace import (
     TraceLife,
     TraceRequest,
 )
-from kvledger.audit.analysis.simulated_pool import NeverEvicts, SimulatedPool, Tier
+from kvledger.audit.analysis.simulated_pool import SimulatedPool
 from kvledger.audit.replay.block_traces import RecordedBlocks, block_trace
 
-cache_policies = pytest.importorskip("kvledger.exporters.cache_policies")
-
-LRU = cache_policies.policies("lru")["lru"]
 SIZE = 16
 
 
@@ -50,9 +47,8 @@ def begin(trace: BlockTrace, hashes: Sequence[int], **fields: Any) -> int:
     return life
 
 
-def hits(trace: BlockTrace, blocks: int | None, policy: str = "lru") -> list[int]:
-    make = cache_policies.policies(policy)[policy]
-    return SimulatedPool(trace, blocks, make(blocks) if blocks else NeverEvicts()).run().hits
+def hits(trace: BlockTrace, blocks: int | None) -> list[int]:
+    return SimulatedPool(trace, blocks).run().hits
 
 
 def test_a_second_request_hits_all_but_its_last_block() -> None:
@@ -67,7 +63,6 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
 def test_the_least_recently_released_prefix_is_evicted() -> None:
     longer = trace_of([1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9], [1, 2, 3], [4, 5, 6])
     assert [0, 0, 2, 0, 2, 0] == hits(longer, 6)
-    assert [0, 0, 2, 0, 0, 0] == hits(longer, 6, "fifo")
 
 
 def test_a_block_without_content_is_allocated_before_one_with_content() -> None:
@@ -88,7 +83,7 @@ def test_blocks_of_running_requests_are_not_evicted() -> None:
     running = begin(trace, [1, 2, 3])
     trace.operations.append((RELEASE, begin(trace, [7, 8]), 0, 0))
     begin(trace, [1, 2, 3, 4])
-    result = SimulatedPool(trace, 4, LRU(4)).run()
+    result = SimulatedPool(trace, 4).run()
     assert [0, 0, 3] == result.hits
     assert 1 == result.short, "the second request needed five blocks of four"
     assert running == 0
@@ -109,8 +104,8 @@ def test_equal_content_computed_at_the_same_time_takes_two_blocks() -> None:
         trace.requests.append(TraceRequest(str(life), 2 * SIZE, [1, 2]))
         trace.operations += [(ADMIT, life, 0, 0), (GROW, life, 2, 0)]
     trace.operations += [(CACHED, life, index, index + 1) for life in (0, 1) for index in (0, 1)]
-    result = SimulatedPool(trace, None, NeverEvicts()).run()
-    assert ([0, 0], 4) == (result.hits, result.most_held)
+    assert [0, 0] == hits(trace, None)
+    assert 1 == SimulatedPool(trace, 3).run().short, "each needs two blocks"
 
 
 def test_a_reset_drops_everything_and_a_drop_one_block() -> None:
@@ -138,22 +133,8 @@ def test_a_pool_that_misses_what_the_engine_hit_computes_and_caches_it() -> None
 
 def test_a_tier_gives_what_the_pool_evicted() -> None:
     trace = trace_of([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3])
-    tier = Tier(9, LRU(9))
-    assert [0, 0, 0, 2] == SimulatedPool(trace, 3, LRU(3), tier=tier).run().tier_hits
-    small = Tier(4, LRU(4))
-    assert [0, 0, 0, 0] == SimulatedPool(trace, 3, LRU(3), tier=small).run().tier_hits
-
-
-def test_without_preemption_tables_are_kept_until_the_request_resumes() -> None:
-    trace = BlockTrace(block_tokens=SIZE, blocks=4)
-    first = begin(trace, [1, 2, 3], preempted=True, computed_tokens=48)
-    trace.operations.append((RELEASE, first, 0, 0))
-    trace.operations.append((RELEASE, begin(trace, [7, 8, 9]), 0, 0))
-    again = len(trace.lives)
-    trace.lives.append(TraceLife(0, 49, resumed=True))
-    trace.operations += [(ADMIT, again, 0, 0), (GROW, again, 4, 0), (RELEASE, again, 0, 0)]
-    assert 6 == SimulatedPool(trace, None, NeverEvicts(), keep_preempted=True).run().most_held
-    assert 4 == SimulatedPool(trace, None, NeverEvicts()).run().most_held
+    assert [0, 0, 0, 2] == SimulatedPool(trace, 3, tier_blocks=9).run().tier_hits
+    assert [0, 0, 0, 0] == SimulatedPool(trace, 3, tier_blocks=4).run().tier_hits
 
 
 # --- the real scheduler -----------------------------------------------------------------------------------
@@ -190,7 +171,7 @@ def recorded(blocks: int, outputs: int = 20) -> BlockTrace:
     _, events = observe(conversations, "blocks", blocks=blocks, outputs=outputs)
     found = RecordedBlocks(Path("engine"))
     found.feed(events)
-    return block_trace(found)[0]
+    return block_trace(found)
 
 
 def hit_share(trace: BlockTrace, hit_tokens: Sequence[int]) -> float:
@@ -205,7 +186,7 @@ def test_a_replay_of_the_real_scheduler_at_its_own_size_hits_the_same_blocks(
 ) -> None:
     pytest.importorskip("vllm")
     trace = recorded(blocks, outputs)
-    replayed = SimulatedPool(trace, trace.blocks, LRU(trace.blocks)).run()
+    replayed = SimulatedPool(trace, trace.blocks).run()
 
     assert [life.hit_tokens for life in trace.lives] == [SIZE * hit for hit in replayed.hits]
     assert [] == trace.doubts
@@ -218,7 +199,7 @@ def test_a_replay_of_the_real_scheduler_at_its_own_size_hits_the_same_blocks(
 def test_a_replay_predicts_the_real_scheduler_at_half_and_at_twice_the_size(other: int) -> None:
     pytest.importorskip("vllm")
     trace, run = recorded(121), recorded(other)
-    replayed = SimulatedPool(trace, run.blocks, LRU(run.blocks)).run()
+    replayed = SimulatedPool(trace, run.blocks).run()
 
     predicted = hit_share(trace, [SIZE * hit for hit in replayed.hits])
     happened = hit_share(run, [life.hit_tokens for life in run.lives])

@@ -25,7 +25,6 @@ from kvledger.audit.analysis.block_trace import (
     UNNAMED,
     BlockTrace,
     NoBlockTrace,
-    TraceLife,
 )
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.folder import read
@@ -220,12 +219,12 @@ def from_journal(path: Path) -> RecordedBlocks:
 
 def whole(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
     """The trace that the journal alone gives."""
-    return block_trace(from_journal(path), chosen)[0]
+    return block_trace(from_journal(path), chosen)
 
 
 def journal_trace(path: Path, chosen: Window = EVERYTHING) -> BlockTrace:
     """The trace from kept rows and the end of the journal."""
-    return block_trace(recorded_blocks(path), chosen)[0]
+    return block_trace(recorded_blocks(path), chosen)
 
 
 JOURNALS = Path(__file__).parents[2] / "audit/replay/journals"
@@ -364,7 +363,7 @@ def test_the_oldest_operations_are_dropped_where_there_is_no_room(
     assert [expected.requests[life.request].request_id for life in expected.lives][dropped:] == again
     files = [*(tmp_path / FOLDER).glob("block_operations/*/*/*")]
     assert len(files) == len(_operation_files(engine.path))
-    assert sample_of(recorded_blocks(engine.path)) and block_prefixes(recorded_blocks(engine.path))
+    assert block_prefixes(recorded_blocks(engine.path))
 
 
 def _operation_files(path: Path) -> list[KeptFile]:
@@ -375,12 +374,6 @@ def _operation_files(path: Path) -> list[KeptFile]:
 
 def _operation_bytes(path: Path) -> int:
     return sum(one.bytes for one in _operation_files(path))
-
-
-def sample_of(recorded: RecordedBlocks) -> list[TraceLife]:
-    whole, sample = block_trace(recorded, share=0.5)
-    assert sample is not None and [] == whole.operations
-    return sample.trace.lives
 
 
 def test_kept_rows_of_another_version_are_not_used_while_the_journal_is_there(
