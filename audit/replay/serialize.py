@@ -135,7 +135,7 @@ REBUILT: dict[type, frozenset[str]] = {
     FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "counted", "wanted", "entries"}),
-    BlockLedger: frozenset({"findings", "requests", "refilled", "invalid_hits"}),
+    BlockLedger: frozenset({"findings", "requests", "removed_kept", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),

@@ -80,8 +80,8 @@ def _hash(
         before = list(_had_before(pool, record, hash_id, request, removed))
         note = _note_cached_before if group in pool.prefix_groups else _note_in_group
         note(holdings, pool, group, request, end, before)
-    if removed is not None and removed[2] < 0:
-        pool.removed[hash_id] = (*removed[:2], event.step, *removed[3:])
+    if removed is not None and removed[3] < 0:
+        pool.removed[hash_id] = (*removed[:3], event.step, *removed[4:])
     if hash_id not in record.hash_ids:
         record.hash_ids.append(hash_id)
         if cached is None:
@@ -122,7 +122,7 @@ def _had_before(
 ) -> Iterator[_Had]:
     """What left the cache, and what another block still has."""
     if removed is not None:
-        (since, by), left, came_back, how, got = removed
+        since, by, left, came_back, how, got = removed
         yield _Had(since, by, left, came_back, how, got == request)
     cached = pool.hashes.get(hash_id)
     if cached is not None and hash_id not in record.hash_ids and cached.request != request:

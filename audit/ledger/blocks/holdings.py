@@ -33,7 +33,7 @@ from .records import (
 )
 
 REMOVED_HASHES_KEPT = 2
-"""How many hashes that left the cache map are remembered, per block of the pool."""
+"""How many hashes that left the cache map are remembered at least, per block of the pool."""
 
 
 class Requests(Protocol):
@@ -132,6 +132,8 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
+        self.removed_kept = 0
+        """How many hashes that left a cache map are remembered, if that is more than usual."""
         self.requests: Requests
         """The ledger of requests, which sets itself here."""
 
@@ -225,9 +227,9 @@ class Holdings:
                 del pool.hashes[hash_id]
                 pool.removed.pop(hash_id, None)
                 if how:
-                    since = cached.step, cached.request
-                    pool.removed[hash_id] = (since, step, UNKNOWN, how, request)
-                    keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
+                    pool.removed[hash_id] = (cached.step, cached.request, step, UNKNOWN, how, request)
+                    most = max(self.removed_kept, REMOVED_HASHES_KEPT * pool.blocks)
+                    pool.forgotten_hashes += len(keep_newest(pool.removed, most))
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
         record.isolation, record.wrong = None, []

@@ -180,7 +180,7 @@ class Absent(msgspec.Struct, gc=False):
     block: int
 
 
-Removed: TypeAlias = tuple[tuple[int, int], int, int, str, int]
+Removed: TypeAlias = tuple[int, int, int, int, str, int]
 """How a hash id left the cache map: since when and for whom it was there, the step in which it left, the step
 of its return (-1: none yet), how it left, and the request that got its block (-1: none)."""
 
@@ -224,7 +224,9 @@ class Pool(msgspec.Struct):
     states: list[int] = []
     """Groups of states: a block has one checkpoint, of the prefix that ends with its last position."""
     removed: dict[int, Removed] = {}
-    """Hash ids that left the cache map."""
+    """Hash ids that left the cache map, the last ones."""
+    forgotten_hashes: int = 0
+    """How many of them are not remembered any more."""
     records: dict[int, Block] = {}
     """Records of single blocks, by block id."""
 
