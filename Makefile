@@ -57,7 +57,7 @@ releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=cor
 	$(BIN)/python scripts/matrix.py $(ARGS)
 	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q $(TWO_WORKERS) -m releases)
 
-docs: ## write the generated pages, boards and rules
+docs: ## write the generated pages and rules
 	$(READY) test
 	$(BIN)/python scripts/pages.py
 

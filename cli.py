@@ -1000,39 +1000,6 @@ def check_dashboards(
     return 0 if result.passed else 1
 
 
-@board_command(
-    "dashboards preview --prometheus http://localhost:9090 -o boards.html",
-    "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --since 6h",
-    name="preview",
-)
-def preview_dashboards(
-    board: str | None = argument("BOARD", "trust, tokens or compare. Without it: all.", None),
-    prometheus: str = option("--prometheus URL", "The Prometheus with the data.", "http://localhost:9090"),
-    output: Path = option(
-        "--output -o FILE", "A page, or with the suffix .png a picture.", Path("boards.html")
-    ),
-    since: str = option("--since TIME", "The first time to draw: an ISO time, or an age.", "1h"),
-    until: str = option("--until TIME", "The last time to draw. Default: now."),
-    interval: str = opt.INTERVAL,
-    width: int = option("--width PIXELS", "Width of a picture.", 1440, min=400, max=4000),
-) -> None:
-    """Draw the boards with the data of a Prometheus, without Grafana.
-
-    The page needs no network; any browser shows it. A picture needs Chromium.
-    """
-    import time
-
-    from .audit.replay.windows import duration, window
-    from .dashboards import preview
-    from .dashboards.preview_data import Span
-
-    chosen, now = window(since, until), time.time()
-    end = chosen.until or now
-    span = Span(end, end - (chosen.since or 0.0), duration(interval))
-    preview.save(preview.gather([board] if board else [], prometheus, span), span, output, width)
-    typer.echo(output)
-
-
 # --- engines and connectors to try ----------------------------------------------------------------------
 
 
