@@ -266,7 +266,7 @@ def whatif(
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
 ) -> Report:
-    """Compute which hits another number of blocks, or a second tier, would have had.
+    """Compute which hits more blocks, or a second tier, would have had.
 
     Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on pools of
     other sizes. kvledger simulate runs the scheduler too, with any other setting.
