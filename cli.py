@@ -671,23 +671,16 @@ def report(
     output: Path = opt.OUTPUT,
     by: str = opt.BY,
     gpu_hour: float = opt.GPU_HOUR,
-    svg: Path | None = option("--svg DIR", "Write each chart as SVG into DIR too."),
-    png: Path | None = option(
-        "--png DIR",
-        "Write each chart as PNG into DIR too; needs the pictures extra: pip install 'kvledger[pictures]'.",
-    ),
     read: Reading = ALL,
 ) -> int:
     """Write one HTML page: the audit, its findings and plots.
 
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
-    from .exporters.reports import audit_text, html_page, pictures, terminal
+    from .exporters.reports import audit_text, html_page, terminal
 
     with read.journals(paths) as (places, window, run):
         page = html_page.gather(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by)
-    for path in pictures.save(page, svg, png):
-        typer.echo(f"Wrote {path}.", err=True)
     if str(output) == "-":
         typer.echo(html_page.html(page))
     else:
