@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .. import causes
-from ..ledger.account import Account
-from ..ledger.life import Life
-from ..ledger.statements import CachedRange, GroupBlock
+from ..ledger.account import Account, CachedRange, GroupBlock, Life
 from .group_boundaries import Group, Groups, lacking
 
 _BY_LOSS = {
@@ -240,7 +238,7 @@ def _what_became(cached: CachedRange, life: Life, reached: int) -> str:
     if cached.missed and cached.since >= began:
         return causes.BEING_COMPUTED
     if cached.left == began and not cached.own:
-        # The events of one step do not show whether the lookup came first. If the cache had every block
-        # before this one, the lookup would have hit it.
-        return _BY_REMOVAL[cached.how] if cached.missed == causes.NOT_HIT and cached.start <= reached else ""
+        if cached.gone and cached.came_back < 0:
+            return _BY_REMOVAL[cached.how]
+        return ""  # the events of one step do not show whether the lookup came first
     return causes.NOT_HIT if cached.missed and cached.start > reached else cached.missed
