@@ -35,6 +35,7 @@ EXTRAS = {
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
     "routing": ("dynamo",),
+    "pictures": ("resvg_py",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
 }

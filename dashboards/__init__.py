@@ -1,1 +1,1 @@
-"""Dashboards: Grafana boards, Prometheus rules and files to deploy, with their checks."""
+"""Dashboards: builders of dashboards, rules and Kubernetes pieces, and what they built."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -51,6 +52,9 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "of another user": _of_another_user,
 }
 
+OF_ROOT = (_device, _of_another_user)
+"""What only root can make."""
+
 IN_JOURNALS = (LOCK, segment_name(1), segment_name(2), "00000002.new")
 BESIDE = ("engine", "worker", "events")
 
@@ -72,8 +76,8 @@ def names(folder: Path) -> Iterator[Path]:
     yield from (state / checkpoint.NAME, state / checkpoint.LOCK)
 
 
-def plant(folder: Path, make: Callable[[Path], None]) -> None:
-    """Write journals, and plant one thing under each name."""
+def plant(folder: Path, *makers: Callable[[Path], None]) -> None:
+    """Write journals, and plant one thing under each name; several kinds of things take turns."""
     from kvledger.exporters.facts.compact import compact
 
     written = {path.parent for path in names(folder) if not path.parent.name.startswith(".")}
@@ -82,6 +86,6 @@ def plant(folder: Path, make: Callable[[Path], None]) -> None:
     for name in COMPACTED:
         compact(folder / name)
     (folder / checkpoint.HIDDEN).mkdir(mode=0o700)
-    for path in list(names(folder)):
+    for path, make in zip(list(names(folder)), itertools.cycle(makers), strict=False):
         path.unlink(missing_ok=True)
         make(path)

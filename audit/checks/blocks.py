@@ -21,8 +21,7 @@ from ..ledger.blocks.entries import (
     UncommittedHit,
     Uncovered,
 )
-from ..ledger.blocks.pool import DEFERRED
-from ..ledger.blocks.reads import (
+from ..ledger.blocks.provenance import (
     ABSENT,
     FAILED,
     HASHED_OTHERWISE,
@@ -36,6 +35,7 @@ from ..ledger.blocks.reads import (
     UNFILLED,
     WITHDRAWN,
 )
+from ..ledger.blocks.records import DEFERRED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import msgspec
 
 from .. import events as ev
-from .account import Account, Settlement
+from .account import Account
 from .blocks.entries import Subject
 from .encoder_cache import EncoderInput
-from .kv_events import StreamSubject
+from .kv_differences import StreamSubject
+from .statements import Settlement
 
 
 class ReportedCounts(msgspec.Struct, frozen=True, gc=False):

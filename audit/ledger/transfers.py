@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import events as ev
-from .account import Account, Life
+from .account import Account
+from .life import Life
 
 PROMISES_REMEMBERED = 512
 """How many promises are remembered by their blocks, in whatever step these are loaded."""

@@ -93,14 +93,17 @@ def figures(paths: Sequence[Path], scheduler: str = "", run: Any = None) -> tupl
     return [getattr(result, name) for name in result.__struct_fields__ if name != "journals"], rows
 
 
+@pytest.mark.serving
 def test_a_fleet_gives_the_figures_of_one_process(golden: Path, cluster: Cluster) -> None:
     assert figures([golden]) == figures([golden], cluster.address)
 
 
+@pytest.mark.serving
 def test_an_address_elsewhere_gives_the_same_on_a_fleet(golden: Path, cluster: Cluster) -> None:
     assert figures([golden]) == figures([Path(f"file://{golden}")], cluster.address)
 
 
+@pytest.mark.serving
 def test_a_fleet_gives_the_same_causes_pages_and_comparisons(golden: Path, cluster: Cluster) -> None:
     with reading([golden], dask=cluster.address) as (places, run):
         assert why([golden]) == why(places, run=run)
@@ -115,6 +118,7 @@ def slow(work: Callable[[Path], Any], began: Path, path: Path) -> Any:
     return work(path)
 
 
+@pytest.mark.serving
 def test_a_killed_worker_changes_no_figure(golden: Path, cluster: Cluster, tmp_path: Path) -> None:
     began = tmp_path / "began"
     began.mkdir()

@@ -41,8 +41,8 @@ LONG = Mix(running=6, waiting=2, median_output=2_000)
 
 @pytest.fixture(scope="module", params=[MIX, LONG], ids=["short requests", "long requests"])
 def journal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    requests = 2_500 if request.param is MIX else 300
-    return cut_trace(tmp_path_factory.mktemp("trace") / "engine-0", request.param, requests)
+    requests = 800 if request.param is MIX else 200
+    return cut_trace(tmp_path_factory.mktemp("trace") / "engine-0", request.param, requests, 20_000)
 
 
 def late(journal: Path, share: float, length: float = 1.0) -> Window:

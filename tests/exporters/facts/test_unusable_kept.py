@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,14 +67,20 @@ SPOIL: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def compacted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The journal of an engine that runs, in several segments, compacted."""
-    engine = Engine(tmp_path)
+    engine = Engine(tmp_path_factory.mktemp("compacted"))
     engine.run(1_500)
     assert 2 < len(segments(engine.path))
     assert "" == compact(engine.path).problem
     return engine.path
+
+
+@pytest.fixture
+def journal(compacted: Path, tmp_path: Path) -> Path:
+    """A copy of the journal and of what was kept of it."""
+    return shutil.copytree(compacted.parent, tmp_path / "journals") / compacted.name
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)

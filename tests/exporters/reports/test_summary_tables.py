@@ -22,21 +22,28 @@ from kvledger.exporters.trace.parquet import export
 BEGAN = journals.STARTED.began_seconds
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Golden histories, a request that is unknown, and one that is open."""
-    journals.golden(tmp_path / "trace")
-    journals.write(tmp_path / "trace" / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
-    journals.write(tmp_path / "trace" / "open", events(10, "A0+0 s10 o+"), stopped=False)
-    labelled(tmp_path / "trace" / "labelled")
-    return tmp_path / "trace"
+    folder = tmp_path_factory.mktemp("trace")
+    journals.golden(folder)
+    journals.write(folder / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
+    journals.write(folder / "open", events(10, "A0+0 s10 o+"), stopped=False)
+    labelled(folder / "labelled")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tables(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tables of the journals."""
+    folder = tmp_path_factory.mktemp("tables") / "out"
+    export([trace], folder, ("requests",))
+    return folder
 
 
 @pytest.mark.parametrize("by", ["", *KEYS, r"request-(\d)", "(nobody)"])
-def test_tables_and_journals_give_the_same_rows(trace: Path, tmp_path: Path, by: str) -> None:
-    export([trace], tmp_path / "out", ("requests",))
-
-    assert summarize([trace], by) == summarize([tmp_path / "out"], by)
+def test_tables_and_journals_give_the_same_rows(trace: Path, tables: Path, by: str) -> None:
+    assert summarize([trace], by) == summarize([tables], by)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +51,9 @@ def test_tables_and_journals_give_the_same_rows(trace: Path, tmp_path: Path, by:
     [Window(BEGAN + 100e-6, None), Window(None, BEGAN + 100e-6), Window(BEGAN + 80e-6, BEGAN + 120e-6)],
 )
 def test_tables_and_journals_give_the_same_rows_in_a_window(
-    trace: Path, tmp_path: Path, window: Window
+    trace: Path, tables: Path, window: Window
 ) -> None:
-    export([trace], tmp_path / "out", ("requests",))
-
-    of_tables = summarize([tmp_path / "out"], "outcome", window=window)
+    of_tables = summarize([tables], "outcome", window=window)
     assert summarize([trace], "outcome", window=window) == of_tables
     assert 0 < of_tables[-1].requests < summarize([trace])[-1].requests
 
@@ -60,10 +65,8 @@ def test_a_window_is_the_same_before_and_after_the_export(trace: Path, tmp_path:
     assert summarize([trace], window=window) == summarize([tmp_path / "out"])
 
 
-def test_tables_and_journals_are_summed_together(trace: Path, tmp_path: Path) -> None:
-    export([trace], tmp_path / "out", ("requests",))
-
-    (both,) = summarize([trace, tmp_path / "out"])
+def test_tables_and_journals_are_summed_together(trace: Path, tables: Path) -> None:
+    (both,) = summarize([trace, tables])
 
     assert 2 * summarize([trace])[0].requests == both.requests
 

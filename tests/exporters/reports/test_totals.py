@@ -14,12 +14,12 @@ from tests.command_line import exit_code
 from tests.histories import events
 
 from kvledger.audit.checks.findings import FINDINGS_KEPT
-from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels
+from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels, Stepped
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window
 from kvledger.exporters.metrics import values
 from kvledger.exporters.reports import annotations, audit_text, html_page, query
-from kvledger.exporters.reports.audit_data import findings_csv, report
+from kvledger.exporters.reports.audit_data import AuditReport, findings_csv, report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.tail_lines import line
 from kvledger.exporters.reports.tail_screen import LiveTail
@@ -42,6 +42,8 @@ def wrong(requests: int) -> list[Event]:
     for number in range(requests):
         one = events(200, journals.CLEAN, request=number)
         one = journals.reported(one, local=-128, external=160, computed=168)
+        step = next(place for place, event in enumerate(one) if isinstance(event, Stepped))
+        one[step] = replace(one[step], dropped=[number - 1] if number else [])
         stream += [replace(event, request=number) if isinstance(event, Reported) else event for event in one]
     return stream
 
@@ -52,22 +54,25 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return journals.write(tmp_path_factory.mktemp("totals") / "engine", wrong(REQUESTS))
 
 
+@pytest.fixture(scope="module")
+def audited(journal: Path) -> AuditReport:
+    return report(audit_paths([journal]))
+
+
 def printed(renderable: Any) -> str:
     from tests.exporters.reports.printed import text
 
     return text(renderable)
 
 
-def test_the_audit_counts_every_finding(journal: Path):
-    audit = audit_paths([journal])
-
-    assert {REQUESTS} == {row.findings for row in audit.found}
-    assert {FINDINGS_KEPT} == {row.listed for row in audit.found}
+def test_the_audit_counts_every_finding(audited: AuditReport):
+    assert {REQUESTS} == {row.findings for row in audited.found}
+    assert {FINDINGS_KEPT} == {row.listed for row in audited.found}
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_the_text_has_the_total_and_says_that_the_list_is_cut(journal: Path, verbose: bool):
-    shown = printed(audit_text.render(report(audit_paths([journal])), verbose=verbose))
+def test_the_text_has_the_total_and_says_that_the_list_is_cut(audited: AuditReport, verbose: bool):
+    shown = printed(audit_text.render(audited, verbose=verbose))
 
     assert TOTAL in shown
     assert f"{ID}  in 1,230 requests" in shown
@@ -93,10 +98,8 @@ def test_a_csv_that_is_cut_says_so_beside_the_table(journal: Path, capsys: pytes
     assert f"1,000 of 1,230 shown of the findings of {ID}" in err
 
 
-def test_annotations_have_the_total(journal: Path):
-    result = report(audit_paths([journal]))
-
-    (row,) = [row for row in annotations.github(result).splitlines() if f"title={ID}" in row]
+def test_annotations_have_the_total(audited: AuditReport):
+    (row,) = [row for row in annotations.github(audited).splitlines() if f"title={ID}" in row]
     assert "(1,230 findings)" in row
 
 
