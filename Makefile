@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := @$(PYTHON) scripts/environment.py
 PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile
-SLOW := benchmark or browser or crash or fuzz or packaging or programs or serving or whole_engine
+SLOW := benchmark or browser or crash or fuzz or golden or packaging or programs or serving or whole_engine
 
 # Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
@@ -57,7 +57,7 @@ releases: ## run the scenarios on every vLLM and LMCache release, or on ARGS=cor
 	$(BIN)/python scripts/matrix.py $(ARGS)
 	$(if $(filter-out core --write,$(ARGS)),,$(PYTEST) -q $(TWO_WORKERS) -m releases)
 
-docs: ## write the generated pages, boards and rules
+docs: ## write the generated pages and rules
 	$(READY) test
 	$(BIN)/python scripts/pages.py
 

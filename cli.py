@@ -266,7 +266,7 @@ def whatif(
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
 ) -> Report:
-    """Compute which hits another number of blocks, or a second tier, would have had.
+    """Compute which hits more blocks, or a second tier, would have had.
 
     Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on pools of
     other sizes. kvledger simulate runs the scheduler too, with any other setting.
@@ -671,23 +671,16 @@ def report(
     output: Path = opt.OUTPUT,
     by: str = opt.BY,
     gpu_hour: float = opt.GPU_HOUR,
-    svg: Path | None = option("--svg DIR", "Write each chart as SVG into DIR too."),
-    png: Path | None = option(
-        "--png DIR",
-        "Write each chart as PNG into DIR too; needs the pictures extra: pip install 'kvledger[pictures]'.",
-    ),
     read: Reading = ALL,
 ) -> int:
     """Write one HTML page: the audit, its findings and plots.
 
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
-    from .exporters.reports import audit_text, html_page, pictures, terminal
+    from .exporters.reports import audit_text, html_page, terminal
 
     with read.journals(paths) as (places, window, run):
         page = html_page.gather(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by)
-    for path in pictures.save(page, svg, png):
-        typer.echo(f"Wrote {path}.", err=True)
     if str(output) == "-":
         typer.echo(html_page.html(page))
     else:
@@ -998,39 +991,6 @@ def check_dashboards(
     for line in result.lines:
         typer.echo(line)
     return 0 if result.passed else 1
-
-
-@board_command(
-    "dashboards preview --prometheus http://localhost:9090 -o boards.html",
-    "dashboards preview tokens --prometheus http://localhost:9090 -o tokens.png --since 6h",
-    name="preview",
-)
-def preview_dashboards(
-    board: str | None = argument("BOARD", "trust, tokens or compare. Without it: all.", None),
-    prometheus: str = option("--prometheus URL", "The Prometheus with the data.", "http://localhost:9090"),
-    output: Path = option(
-        "--output -o FILE", "A page, or with the suffix .png a picture.", Path("boards.html")
-    ),
-    since: str = option("--since TIME", "The first time to draw: an ISO time, or an age.", "1h"),
-    until: str = option("--until TIME", "The last time to draw. Default: now."),
-    interval: str = opt.INTERVAL,
-    width: int = option("--width PIXELS", "Width of a picture.", 1440, min=400, max=4000),
-) -> None:
-    """Draw the boards with the data of a Prometheus, without Grafana.
-
-    The page needs no network; any browser shows it. A picture needs Chromium.
-    """
-    import time
-
-    from .audit.replay.windows import duration, window
-    from .dashboards import preview
-    from .dashboards.preview_data import Span
-
-    chosen, now = window(since, until), time.time()
-    end = chosen.until or now
-    span = Span(end, end - (chosen.since or 0.0), duration(interval))
-    preview.save(preview.gather([board] if board else [], prometheus, span), span, output, width)
-    typer.echo(output)
 
 
 # --- engines and connectors to try ----------------------------------------------------------------------

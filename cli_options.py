@@ -150,7 +150,6 @@ TABLE = choice("--format table|json|csv", "The output format.")
 TEXT_OR_JSON = choice("--format text|json", "The output format.")
 VERBOSE = option("--verbose -v", "Print all tables and more findings.")
 OUTPUT = option("--output -o FILE", "The file to write; - prints it.", ...)
-INTERVAL = option("--interval TIME", "Seconds between two scrapes, such as 15s.", "15s")
 FORM = option(
     "--form provisioning|sharing", "For Grafana's provisioning, or to import by hand.", "provisioning"
 )

@@ -35,7 +35,6 @@ EXTRAS = {
     "fleet": ("dask", "distributed", "fsspec"),
     "lmcache": ("lmcache",),
     "routing": ("dynamo",),
-    "pictures": ("resvg_py",),
     "vllm": ("torch", "vllm"),
     "web": ("bcrypt", "yaml"),
 }

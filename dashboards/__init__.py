@@ -1,1 +1,1 @@
-"""Dashboards: builders of dashboards, rules and Kubernetes pieces, and what they built."""
+"""Dashboards: Grafana boards, Prometheus rules and files to deploy, with their checks."""

@@ -1,4 +1,9 @@
-"""Checks boards and rules against the metric table, exported files, and a running Prometheus."""
+"""Checks boards and rules: against the metric table, as files, and on a running Prometheus.
+
+What must hold of a board: every query names metrics, labels and label values that kvledger serves; the unit
+of a panel is one that its metrics can have; every panel has a title, a description and a query; ids are
+unique; panels lie on the grid and on no other panel.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,13 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..audit.errors import LedgerError
 from ..exporters.metrics.metric_list import METRICS, Metric
 from . import boards, rules
-from .panels import Panel
-from .preview_data import prometheus_url
 
 ADDED = ("job", "instance", "le")
 """Labels that a scrape adds, and the label of histogram buckets."""
@@ -38,6 +41,17 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPED = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([^)]*)\)")
 
 
+GRID = 24
+"""Columns of Grafana's grid."""
+
+RATES = {"tokens": {"si:tokens/s"}, "seconds": {"s", "percentunit"}}
+"""By the unit of a counter: Grafana's units of its rate. Of other counters it is one of events."""
+EVENTS = {"cps", "reqps", "short"}
+VALUES = {"seconds": {"s"}, "ratio": {"percentunit"}, "bytes": {"bytes"}}
+"""By the unit of a metric: Grafana's units of its values. Other metrics count something."""
+COUNTS = {"none", "short", "locale"}
+
+
 class PanelQuery(NamedTuple):
     """One expression, and the panel or rule that contains it."""
 
@@ -53,35 +67,106 @@ class Answer(NamedTuple):
     error: str = ""
 
 
-def panels() -> Iterator[tuple[str, Panel]]:
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every panel, with the title of its board."""
-    for board in boards.BOARDS:
-        for row in board.ROWS:
-            for panel in row.panels:
-                yield board.TITLE, panel
+    for name in boards.NAMES:
+        board = boards.board(name)
+        for _, within in boards.rows(board):
+            for panel in within:
+                yield board["title"], panel
 
 
 def queries() -> Iterator[PanelQuery]:
     """Every query of every panel."""
-    for board, panel in panels():
-        for query in panel.queries:
-            yield PanelQuery(f"{board}, {panel.title}", query.promql)
+    for title, panel in panels():
+        for target in panel["targets"]:
+            yield PanelQuery(f"{title}, {panel['title']}", target["expr"])
 
 
 def rule_expressions() -> Iterator[PanelQuery]:
     """The expression of every rule."""
-    yield from (PanelQuery(row.record, row.expr) for row in rules.RECORDINGS)
-    yield from (PanelQuery(row.alert, row.expr) for row in rules.ALERTS)
+    for rule in rules.rules():
+        yield PanelQuery(rule.get("record") or rule["alert"], rule["expr"])
 
 
 def faults() -> list[str]:
-    """List the metrics, labels and label values in boards and rules that kvledger does not serve."""
-    recorded = {row.record for row in rules.RECORDINGS}
-    return [
+    """What is wrong with boards and rules."""
+    recorded = {rule["record"] for rule in rules.rules() if "record" in rule}
+    wrong = [
         f"{query.where}: {fault}"
         for query in (*queries(), *rule_expressions())
         for fault in faults_in(query.expr, recorded)
     ]
+    return wrong + [
+        f"{board['title']}: {fault}" for board in map(boards.board, boards.NAMES) for fault in misbuilt(board)
+    ]
+
+
+def misbuilt(board: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with one board, its queries' names apart."""
+    headings = [heading for heading, _ in boards.rows(board)]
+    within = [panel for _, panels in boards.rows(board) for panel in panels]
+    every = [*headings, *within]
+    ids = [panel["id"] for panel in every]
+    yield from (f"two panels have the id {each}" for each in sorted(set(ids)) if ids.count(each) > 1)
+    for drawn in (board["panels"], *(heading["panels"] for heading in headings)):
+        yield from _overlaps(drawn)
+    for panel in every:
+        if not panel["title"]:
+            yield f"panel {panel['id']} has no title"
+    for panel in within:
+        if not panel.get("description"):
+            yield f"{panel['title']} has no description"
+        if not panel["targets"]:
+            yield f"{panel['title']} has no query"
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        own = [prop for each in panel["fieldConfig"]["overrides"] for prop in each["properties"]]
+        for target in panel["targets"]:
+            fitting = units_of(target["expr"])
+            if fitting and unit not in fitting and not any(prop["id"] == "unit" for prop in own):
+                yield f"{panel['title']} has the unit {unit}; its metrics have {' or '.join(sorted(fitting))}"
+
+
+def _overlaps(panels: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Which panels leave the grid, or lie on another one."""
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        if place["x"] < 0 or place["x"] + place["w"] > GRID:
+            yield f"{panel['title']} is wider than the board"
+        cells = [
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ]
+        others = {taken[cell] for cell in cells if cell in taken}
+        yield from (f"{panel['title']} lies on {other}" for other in sorted(others))
+        taken.update(dict.fromkeys(cells, panel["title"]))
+
+
+def units_of(expr: str) -> set[str]:
+    """Grafana's units that the values of an expression can have, by its metrics; empty: of any.
+
+    The first metric says it, and what it is divided by.
+    """
+    found = [(match.start(), _metric(match[1])) for match in _SELECTOR.finditer(expr)]
+    metrics = [(at, metric) for at, metric in found if metric is not None and metric.kind != "info"]
+    if not metrics:
+        return set()
+    first = metrics[0][1]
+    divided = [metric for at, metric in metrics[1:] if "/" in re.sub(r'"[^"]*"', "", expr[:at])]
+    if divided:
+        same = divided[0].unit == first.unit
+        return (
+            {"percentunit", *(EVENTS if not first.unit else ())} if same else VALUES.get(first.unit, COUNTS)
+        )
+    if "count(" in expr:
+        return COUNTS
+    if first.kind == "counter" and "rate(" in expr:
+        return RATES.get(first.unit, EVENTS)
+    if not first.unit and expr.startswith("avg("):
+        return {"percentunit"}
+    return VALUES.get(first.unit, COUNTS)
 
 
 def faults_in(expr: str, recorded: set[str]) -> Iterator[str]:
@@ -125,6 +210,13 @@ def _metric(name: str) -> Metric | None:
     return None
 
 
+def prometheus_url(text: str) -> str:
+    """The address of a Prometheus without a slash at its end. Raises :class:`LedgerError` if it is none."""
+    if not text.startswith(("http://", "https://")):
+        raise LedgerError(f"{text!r} is no URL of a Prometheus; an example is http://127.0.0.1:9090.")
+    return text.rstrip("/")
+
+
 def differing(folder: Path, form: boards.Form) -> list[str]:
     """List the files of ``folder`` that are missing or differ from what this release exports.
 
@@ -147,7 +239,7 @@ def _differing(folder: Path, form: boards.Form) -> Iterator[str]:
         elif _json(path) != json.loads(text):
             yield f"{name} differs"
     path = folder / rules.FILE
-    if path.exists() and path.read_bytes() != rules.text().encode():
+    if path.exists() and path.read_bytes() != rules.SOURCE.read_bytes():
         yield f"{rules.FILE} differs"
 
 
@@ -198,7 +290,7 @@ def check(folder: Path | None, form: boards.Form, prometheus: str) -> CheckRepor
     """
     wrong = faults()
     count = len([*queries(), *rule_expressions()])
-    checked = f"{len(boards.BOARDS)} boards, {len(list(panels()))} panels, {count} expressions"
+    checked = f"{len(boards.NAMES)} boards, {len(list(panels()))} panels, {count} expressions"
     lines = [f"{checked}: kvledger serves every metric they name." if not wrong else f"{checked}.", *wrong]
     if folder is not None:
         stale = differing(folder, form)

@@ -34,14 +34,14 @@ FORMS = {
     "compose": Form(
         "compose",
         ("compose.yaml", "prometheus.yaml"),
-        needs=("Containerfile", f"../generated/{RULES}"),
+        needs=("Containerfile", f"../{RULES}"),
         rewritten=(
             ("docker compose -f dashboards/deploy/compose/compose.yaml up", "docker compose up"),
             (
                 "    build:\n      context: ../../..\n      dockerfile: dashboards/deploy/Containerfile\n",
                 "",
             ),
-            (f"../../generated/{RULES}", f"./{RULES}"),
+            (f"../../{RULES}", f"./{RULES}"),
         ),
         next="Build the image as the Containerfile says, then: docker compose up",
     ),

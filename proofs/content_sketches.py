@@ -98,7 +98,7 @@ def replace_section(page: str, text: str) -> str:
 def against(exact: dict[str, str], rounded: dict[str, str]) -> list[float]:
     """The distances of the blocks of a bf16 engine from those of an fp32 engine."""
     from kvledger.audit.engines.content.sketches import PROJECTIONS
-    from kvledger.audit.ledger.recomputed import distances
+    from kvledger.audit.ledger.content_postings import distances
 
     return [max(distances(exact[key], rounded[key], PROJECTIONS)) for key in exact if key in rounded]
 
@@ -106,7 +106,7 @@ def against(exact: dict[str, str], rounded: dict[str, str]) -> list[float]:
 def main(arguments: Sequence[str]) -> int:
     from proofs.sketch_run import SITUATIONS
 
-    from kvledger.audit.ledger.recomputed import APART, THRESHOLD
+    from kvledger.audit.ledger.content_postings import APART, THRESHOLD
 
     names = [word for word in arguments if word != "--write"]
     rounding: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
 """Draws every board with the data of a real engine.
 
 Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
-external loads, preemptions and aborts. Then ``kvledger report`` and ``kvledger dashboards preview`` draw.
+external loads, preemptions and aborts. Then ``kvledger report`` and ``proofs/preview`` draw.
 ``ARGS=--turns`` draws what boards and report have of turns, with the chats of the proof ``turns``.
 """
 
@@ -22,9 +22,10 @@ from tests.serving import processes
 from tests.serving.processes import Engine, Prometheus, Sidecar
 from tests.serving.test_deployment import Deployment, prompts_of
 
-from kvledger.dashboards import preview, rules
-from kvledger.dashboards.preview_data import Span
+from kvledger.dashboards import boards, rules
 
+from .preview import page as preview
+from .preview.data import Span
 from .turns import PAUSED, QUIET, RESET, STAMPED, STRIPPED, TOOL, Chats, session
 
 TRAFFIC_SECONDS = 60.0
@@ -75,19 +76,14 @@ def main(folder: Path, width: int = 1440) -> None:
             began = time.monotonic()
             with running_traffic(deployment):
                 time.sleep(TRAFFIC_SECONDS)
-                for name in preview.names():
-                    seconds = time.monotonic() - began
-                    draw(name, prometheus.address, folder / f"board-{name}.png", width, seconds)
+                for name in boards.NAMES:
+                    span = Span(time.time(), time.monotonic() - began, 1.0)
+                    drawn = preview.gather([name], prometheus.address, span)
+                    preview.save(drawn, span, folder / f"board-{name}.png", width)
             report(place, folder / "report.png")
         finally:
             for process in started:
                 process.kill()
-
-
-def draw(board: str, prometheus: str, output: Path, width: int, seconds: float) -> None:
-    """Let the command draw one board."""
-    command = ["dashboards", "preview", board, "--prometheus", prometheus, "-o", str(output)]
-    kvledger(*command, "--since", f"{seconds:.0f}s", "--interval", "1s", "--width", str(width))
 
 
 def report(place: Path, output: Path) -> None:

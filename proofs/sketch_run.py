@@ -20,8 +20,8 @@ from typing import Any
 from tests.engines.content_models import write_adapter
 from tests.engines.content_run import NGRAM, disturbance, engine, generate, prompts
 
-from kvledger.audit.ledger import recomputed, sketch_state
-from kvledger.audit.ledger.recomputed import distances
+from kvledger.audit.ledger import content_postings, ledger_state
+from kvledger.audit.ledger.content_postings import distances
 
 STEP_TOKENS = (96, 40, 160)
 """Most tokens of a step in the first, second and third wave: other batches and other chunks."""
@@ -74,19 +74,19 @@ SITUATIONS = {
 def measured() -> Iterator[list[list[float]]]:
     """The distances of all parts of each block that is computed again, also across resets."""
     found: list[list[float]] = []
-    forget = sketch_state.SketchState.forget
+    forget = ledger_state.SketchState.forget
 
     def noted(*arguments: Any) -> list[float]:
         found.append(distances(*arguments))
         return found[-1]
 
-    setattr(recomputed, "distances", noted)  # noqa: B010
-    setattr(sketch_state.SketchState, "forget", lambda _: None)  # noqa: B010
+    setattr(content_postings, "distances", noted)  # noqa: B010
+    setattr(ledger_state.SketchState, "forget", lambda _: None)  # noqa: B010
     try:
         yield found
     finally:
-        setattr(recomputed, "distances", distances)  # noqa: B010
-        setattr(sketch_state.SketchState, "forget", forget)  # noqa: B010
+        setattr(content_postings, "distances", distances)  # noqa: B010
+        setattr(ledger_state.SketchState, "forget", forget)  # noqa: B010
 
 
 def waves(llm: Any, situation: Situation) -> None:

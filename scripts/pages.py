@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 
 from kvledger.audit import glossary
 from kvledger.audit.checks import figures_page, registry
+from kvledger.audit.checks.kinds import KINDS, Kind
 from kvledger.audit.faults import release_rules
-from kvledger.dashboards import boards, rules
+from kvledger.dashboards.rules import SOURCE, rules
 from kvledger.exporters.metrics import metric_list
 from kvledger.exporters.trace import columns
 
@@ -26,11 +28,74 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "docs/glossary.md", glossary.markdown()
     yield "docs/metrics.md", metric_list.markdown()
     yield "docs/tables.md", columns.markdown()
-    yield "docs/alerts.md", rules.markdown()
-    yield f"dashboards/generated/{rules.FILE}", rules.text()
-    for form in boards.FORMS:
-        for name, text in boards.files(form):
-            yield f"dashboards/generated/{form}/{name}", text
+    yield "docs/alerts.md", alerts()
+    yield f"dashboards/{SOURCE.name}", with_violations(SOURCE.read_text())
+
+
+def alerts() -> str:
+    """docs/alerts.md."""
+    lines = [
+        "# Alerts",
+        "",
+        "Made by `make docs`; do not edit.",
+        "",
+        "`kvledger dashboards rules DIR` writes them, with the recording rules, as one file for",
+        "Prometheus's `rule_files`. Each alert's `description` holds the same text as below.",
+    ]
+    for rule in rules():
+        if "alert" in rule:
+            delay = "at once" if rule["for"] == "0m" else f"after {rule['for']}"
+            lines += ["", f"## {rule['alert']}", ""]
+            lines += [f"*{rule['labels']['severity']}*, {delay}, while `{rule['expr']}`.", ""]
+            lines.append(rule["annotations"]["description"])
+    lines += ["", "## Recorded series", "", "| series | expression |", "|---|---|"]
+    for rule in rules():
+        if "record" in rule:
+            lines.append(f"| `{rule['record']}` | `{rule['expr'].replace('|', chr(92) + '|')}` |")
+    return "\n".join(lines) + "\n"
+
+
+NEXT = (
+    "Read /findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints the "
+    "account. docs/detection.md lists which releases have which defect: upgrade, or turn off the feature it "
+    "names. The alert ends 15 minutes after the last finding."
+)
+
+
+def with_violations(text: str) -> str:
+    """The rule file, with the alerts of the violations that the catalogue has."""
+    begin, end = "      # Violations, by kind: ", "      # Everything else."
+    before, after = text.split(begin)
+    first, rest = after.split("\n", 1)
+    lines = [line for kind in KINDS for line in of_kind(kind)]
+    return "\n".join([f"{before}{begin}{first}", *lines, end + rest.split(end)[1]])
+
+
+def of_kind(kind: Kind) -> Iterator[str]:
+    """The alert for violations of one kind of invariants, with its words and what stops the harm."""
+    found = [row for row in registry.catalogue().values() if row.kind is kind and row.severity == "violation"]
+    ids = "|".join(row.id for row in found)
+    by_stop: dict[str, list[str]] = {}
+    for row in found:
+        by_stop.setdefault(row.stop_now, []).append(row.id)
+    stops = [f"{', '.join(named)}: {stop}" for stop, named in by_stop.items() if stop]
+    if len(by_stop) == 1:
+        stops = [stop for stop in by_stop if stop]
+    does = [f"What stops the harm now: {' '.join(stops)}"] if stops else []
+    expr = f'time() - kvledger_last_violation_timestamp_seconds{{severity="violation", id=~"{ids}"}} < 900'
+    yield f"      - alert: {kind.alert}"
+    yield from folded("expr", expr, 8)
+    yield "        for: 0m"
+    yield from ("        labels:", "          severity: critical", "        annotations:")
+    yield from folded("summary", f"{{{{ $labels.engine }}}} {kind.wrong}: {{{{ $labels.id }}}}", 10)
+    yield from folded("description", " ".join([kind.means, *does, NEXT]), 10)
+
+
+def folded(key: str, value: str, indent: int) -> Iterator[str]:
+    """A text of YAML over several lines."""
+    yield f"{' ' * indent}{key}: >-"
+    for line in wrap(value, 116 - indent, break_long_words=False, break_on_hyphens=False):
+        yield f"{' ' * indent}  {line}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import msgspec
 from .. import causes, pool_calls
 from .. import events as ev
 from ..figures.sums import Sums
-from ..ledger.blocks.split_calls import post
+from ..ledger.blocks.pool import post
 
 STATES = ("running", "cached", "empty", "unknown")
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .. import causes
-from ..ledger.account import Account
-from ..ledger.life import Life
-from ..ledger.statements import CachedRange, GroupBlock
+from ..ledger.account import Account, CachedRange, GroupBlock, Life
 from .group_boundaries import Group, Groups, lacking
 
 _BY_LOSS = {
@@ -26,6 +24,7 @@ _BY_LOSS = {
 }
 _BY_REMOVAL = {causes.EVICTED: causes.EVICTED, causes.RESET: causes.CACHE_RESET}
 """The cause of misses of blocks that had left the cache, by how they had."""
+_REMOVED = frozenset(_BY_REMOVAL.values())
 
 _BY_EXTERNAL_LOSS = {
     causes.FAILED: causes.LOAD_FAILED,
@@ -168,14 +167,23 @@ def _by_cache(start: int, end: int, account: Account, life: Life, groups: Groups
 
 def _known(account: Account, life: Life) -> tuple[list[tuple[CachedRange, str]], int]:
     """Why the life did not hit each range that the cache had before; and up to where it had every block."""
-    reached = _hit_end(life)
+    reached, broken = _hit_end(life), ""
     known = []
     for cached in sorted(account.cached_before):
         cause = _what_became(cached, life, reached)
-        if cause and cause == cached.missed:
+        if cause in _REMOVED:
+            broken = broken or cause
+        elif broken and cached.missed != causes.GROUPS and _was_there(cached, life):
+            cause = broken  # a hit needs every block before it, and one of them had left the cache
+        elif cause and cause == cached.missed:
             reached = max(reached, cached.end)
         known.append((cached, cause))
     return known, reached
+
+
+def _was_there(cached: CachedRange, life: Life) -> bool:
+    """Whether the cache may have had the range when the life was admitted."""
+    return cached.since < life.began_step and not 0 <= cached.left < life.began_step
 
 
 def _hit_end(life: Life) -> int:
@@ -230,5 +238,7 @@ def _what_became(cached: CachedRange, life: Life, reached: int) -> str:
     if cached.missed and cached.since >= began:
         return causes.BEING_COMPUTED
     if cached.left == began and not cached.own:
+        if cached.gone and cached.came_back < 0:
+            return _BY_REMOVAL[cached.how]
         return ""  # the events of one step do not show whether the lookup came first
     return causes.NOT_HIT if cached.missed and cached.start > reached else cached.missed

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..client_ids import Part, part_of
-from ..ledger.statements import AccountStatement
+from ..ledger.account import AccountStatement
 
 PREFILL, DECODE = "prefill", "decode"
 """Roles of the two requests of one prompt in two engines. A request that one engine serves has no role."""

@@ -14,8 +14,7 @@ import msgspec
 
 from .. import causes
 from ..figures.sums import Sums, merge_tokens
-from ..ledger.account import Account
-from ..ledger.life import Life
+from ..ledger.account import Account, Life
 from .step_model import LEAST_OBSERVATIONS, NO_STEPS, StepModel, fit
 from .step_times import StepSample
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from .. import causes
-from ..ledger.blocks.records import Pool
+from ..ledger.blocks.pool import Pool
 
 SLIDING, CHUNKED, STATE, WHOLE = range(4)
 """What a group needs of the tokens below a boundary: their last window, the chunk that goes on, the state, or

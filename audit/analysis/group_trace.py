@@ -10,8 +10,8 @@ from typing import Any
 
 from .. import events as ev
 from .. import pool_calls
-from ..ledger.blocks.engine_reports import pool_of
-from ..ledger.blocks.split_calls import post
+from ..ledger.blocks.pool import post
+from ..ledger.blocks.postings import pool_of
 from .block_trace import CACHED, EVICT, GROW, IN_GROUP
 from .group_boundaries import Group, several_groups_of
 from .trace_reader import HANDLERS, TraceReader

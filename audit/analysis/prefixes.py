@@ -15,6 +15,10 @@ import msgspec
 
 from .block_trace import ADMIT, CACHED, EVICT, HIT, BlockTrace, Change
 
+UNSEEN = -1
+"""Since when content was cached that the trace found in the cache. A request that ran then needed its own at
+the same time, so it lost nothing."""
+
 LOSSES_KEPT = 5
 """How many losses of a prefix are kept, the last ones."""
 
@@ -33,7 +37,8 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     """One prefix: the tokens from ``start`` to ``end`` of every prompt that has them.
 
-    ``saved_tokens`` were hits, ``lost_tokens`` had been in the cache, were evicted, and were computed again.
+    ``saved_tokens`` were hits. ``lost_tokens`` had been in the cache, were evicted, they or a block before
+    them, and were computed again.
     ``parent`` is the label of the prefix before it; empty: it begins the prompt.
     """
 
@@ -51,8 +56,9 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     last_losses: list[Loss]
 
 
-_Loss = tuple[int, int, int, int]
-"""When a block was evicted, for which life, which life needed it again, and when that had computed it."""
+_Loss = tuple[int, int, int, int, int]
+"""Since when a block was cached, when it was evicted, for which life, which life needed it again, and when
+that had computed it."""
 
 
 class _Node(msgspec.Struct):
@@ -72,8 +78,10 @@ class PrefixTrie:
         """By hash id: how many admissions hit the content."""
         self._losses: dict[int, list[_Loss]] = {}
         """By hash id: each time that the content was evicted and computed again, oldest first."""
-        self._evicted: dict[int, tuple[int, int]] = {}
-        """Content that is not in the cache any more: when it was evicted, and for which life."""
+        self._since: dict[int, int] = {}
+        """Content that is in the cache: since when."""
+        self._evicted: dict[int, tuple[int, int, int]] = {}
+        """Content that has left the cache: since when it was there, when it was evicted, for which life."""
         self._began: dict[int, int] = {}
         self._nodes: dict[int, _Node] = {}
         """The trie, by hash id; empty until :meth:`prefixes` makes it."""
@@ -87,11 +95,13 @@ class PrefixTrie:
             if kind == HIT:
                 self._hits.update(ids)
             elif kind == EVICT:
-                self._evicted |= dict.fromkeys(ids, (at, life))
+                for hash_id in ids:
+                    self._evicted[hash_id] = self._since.pop(hash_id, UNSEEN), at, life
             elif kind == ADMIT:
                 self._began[life] = at
             elif kind == CACHED:
                 for hash_id in ids:
+                    self._since.setdefault(hash_id, at)
                     evicted = self._evicted.pop(hash_id, None)
                     if evicted is not None:
                         self._losses.setdefault(hash_id, []).append((*evicted, life, at))
@@ -156,21 +166,22 @@ class PrefixTrie:
         needs: dict[tuple[int, int], list[_Loss]] = {}
         for hash_id in chain:
             for loss in self._losses.get(hash_id, ()):
-                evicted_at, _, life, cached_at = loss
+                since, _, _, life, cached_at = loss
                 needed_at = self._needed_at(life, cached_at)
-                if evicted_at < needed_at:
+                if since < needed_at:  # else it was being computed when the request needed it
                     needs.setdefault((needed_at, life), []).append(loss)
         rows = [
             Loss(
                 tokens=self._trace.block_tokens * len(losses),
-                evicted_seconds=self._seconds(losses[0][0]),
-                evicted_for=self._request_id(losses[0][1]),
+                evicted_seconds=self._seconds(losses[0][1]),
+                evicted_for=self._request_id(losses[0][2]),
                 needed_seconds=self._seconds(needed_at),
                 needed_by=self._request_id(life),
             )
             for (needed_at, life), losses in sorted(needs.items())
         ]
-        return rows, [(needed_at - losses[0][0]) / 1e6 for (needed_at, _), losses in needs.items()]
+        waits = [needed_at - losses[0][1] for (needed_at, _), losses in needs.items()]
+        return rows, [wait / 1e6 for wait in waits if wait >= 0]  # else a block before it was evicted
 
     def _seconds(self, at: int) -> float | None:
         began = self._trace.began_seconds

@@ -16,8 +16,8 @@ import msgspec
 from .. import events as ev
 from .. import pool_calls
 from ..bounded_tables import keep_newest
-from ..ledger.blocks.engine_reports import pool_of
-from ..ledger.cache_changes import CLEARED, STORED, CacheChanges, Change
+from ..ledger.blocks.postings import pool_of
+from ..ledger.kv_events import CLEARED, STORED, CacheChanges, Change
 from .group_boundaries import Group, Groups, groups_of
 
 MOST_RECENT = 1 << 16

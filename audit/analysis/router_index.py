@@ -7,8 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from .. import events as ev
-from ..ledger.cache_changes import CLEARED, STORED
-from ..ledger.kv_stream import GPU, kv_events
+from ..ledger.kv_events import CLEARED, GPU, STORED, kv_events
 
 
 class Index(Protocol):

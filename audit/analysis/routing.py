@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from ..causes import BOUNDARY, GROUPS, STATE, WINDOW
-from ..ledger.cache_changes import STORED, Change
+from ..ledger.kv_events import STORED, Change
 from .group_boundaries import Group, common_boundary, lacking
 from .routed_cache import RecentCounts, RoutedCache
 

@@ -18,9 +18,7 @@ import msgspec
 from .. import causes
 from ..causes import UNEXPLAINED
 from ..figures.sums import Sums
-from ..ledger.account import Account
-from ..ledger.life import Life
-from ..ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL, REVOKED, UNATTAINED
+from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, REVOKED, UNATTAINED, Account, Life
 
 _BY_EXTERNAL_LOSS = {
     causes.FAILED: causes.LOAD_FAILED,

@@ -14,11 +14,9 @@ import msgspec
 
 from .. import events as ev
 from ..figures.sums import Sums, add_tokens
-from ..ledger.account import Account
+from ..ledger.account import Account, Life
 from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.records import Pool
-from ..ledger.blocks.split_calls import calls
-from ..ledger.life import Life
+from ..ledger.blocks.pool import Pool, calls
 from .costs import PREFILL, Loads, seconds, total
 from .step_model import StepModel
 

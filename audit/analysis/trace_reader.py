@@ -13,8 +13,7 @@ import msgspec
 
 from .. import causes, pool_calls
 from .. import events as ev
-from ..ledger.blocks.pool_contents import PoolContents
-from ..ledger.blocks.split_calls import post
+from ..ledger.blocks.pool import PoolContents, post
 from ..text import salt_name, session_of
 from .block_trace import (
     ADMIT,

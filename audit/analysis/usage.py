@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..client_ids import client_names
-from ..ledger.statements import AccountStatement
+from ..ledger.account import AccountStatement
 from .calls import DECODE, CallFigures, CallRequest, FoundRequests, calls_of, figures
 
 EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED = (

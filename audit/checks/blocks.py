@@ -21,7 +21,8 @@ from ..ledger.blocks.entries import (
     UncommittedHit,
     Uncovered,
 )
-from ..ledger.blocks.provenance import (
+from ..ledger.blocks.pool import DEFERRED
+from ..ledger.blocks.reads import (
     ABSENT,
     FAILED,
     HASHED_OTHERWISE,
@@ -35,7 +36,6 @@ from ..ledger.blocks.provenance import (
     UNFILLED,
     WITHDRAWN,
 )
-from ..ledger.blocks.records import DEFERRED
 from ..ledger.entries import Entry
 from .kinds import EVICT_BLOCKS, RESET_CACHE
 from .registry import (

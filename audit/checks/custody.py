@@ -1,6 +1,6 @@
 """The checks on transfers: a store is handed what was sealed, and a load brings what was handed over.
 
-Their subjects come from :mod:`kvledger.audit.ledger.transfer_fingerprints`, which joins both ends by the hash
+Their subjects come from :mod:`kvledger.audit.ledger.content_postings`, which joins both ends by the hash
 of the block.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.blocks.records import hash_text
+from ..ledger.blocks.pool import hash_text
 from ..ledger.entries import ContentStored, ContentTransfer, Entry
 from .kinds import CLEAR_STORE
 from .registry import (

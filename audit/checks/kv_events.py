@@ -1,6 +1,6 @@
 """The checks on an engine's stream of KV events: it says what the prefix cache holds.
 
-Their subjects come from :mod:`kvledger.audit.ledger.kv_comparison`, which compares a recorded stream with the
+Their subjects come from :mod:`kvledger.audit.ledger.kv_events`, which compares a recorded stream with the
 events of level ``blocks``.
 """
 
@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.cache_changes import CLEARED, REMOVED, STORED
 from ..ledger.entries import Entry
-from ..ledger.kv_differences import CopyRemoved, NotAnnounced, NotInCache, StreamGap, TierMissing
+from ..ledger.kv_events import (
+    CLEARED,
+    REMOVED,
+    STORED,
+    CopyRemoved,
+    NotAnnounced,
+    NotInCache,
+    StreamGap,
+    TierMissing,
+)
 from .registry import VLLM_48933, VLLM_55092, Witness, invariant
 
 

@@ -11,9 +11,8 @@ from itertools import pairwise
 
 from ..causes import FAILED, FULL_HIT, LOAD_FAILED, REPLAY
 from ..events import Reported
-from ..ledger.account import Account
+from ..ledger.account import Account, Settlement
 from ..ledger.entries import Entry, PromptUnreported
-from ..ledger.statements import Settlement
 from .registry import (
     VLLM_30522,
     VLLM_36752,

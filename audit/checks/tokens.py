@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..causes import FAILED, WITH_LAST_OUTPUT
 from ..events import Admitted, Finished, LookupKept, Preempted, Reported
-from ..ledger.account import Account
+from ..ledger.account import Account, Settlement
 from ..ledger.entries import (
     Entry,
     ReportedCounts,
@@ -20,7 +20,6 @@ from ..ledger.entries import (
     TokensMissing,
     TurnOvercounted,
 )
-from ..ledger.statements import Settlement
 from .registry import (
     LMCACHE_2912,
     VLLM_18955,

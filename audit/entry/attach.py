@@ -33,9 +33,8 @@ from ..figures.totals import Totals
 from ..hooks import EngineMismatch
 from ..journal.memory_recorder import MemoryRecorder
 from ..journal.writer import JournalWriter, Limits
-from ..ledger.account import Account
+from ..ledger.account import Account, AccountStatement
 from ..ledger.ledger import Ledger
-from ..ledger.statements import AccountStatement
 from ..pool_calls import AnyEvent
 from ..release_semantics import release
 from ..replay.find import pick_request

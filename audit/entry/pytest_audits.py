@@ -14,7 +14,7 @@ from ..checks.registry import Severity, Violation
 from ..events import HookFailed
 from ..figures.totals import Totals
 from ..journal.memory_recorder import MemoryRecorder
-from ..ledger.statements import AccountStatement
+from ..ledger.account import AccountStatement
 from ..replay.find import pick_request
 
 WORST_LAST = ("clean", "unknown", "violated")

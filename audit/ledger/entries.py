@@ -10,11 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from .. import events as ev
-from .account import Account
+from .account import Account, Settlement
 from .blocks.entries import Subject
 from .encoder_cache import EncoderInput
-from .kv_differences import StreamSubject
-from .statements import Settlement
+from .kv_events import StreamSubject
 
 
 class ReportedCounts(msgspec.Struct, frozen=True, gc=False):

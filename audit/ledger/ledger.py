@@ -14,23 +14,26 @@ from typing import Any, get_args
 from .. import events as ev
 from ..causes import END_UNSEEN, NOT_HIT
 from ..figures.totals import Totals
-from .account import Account
-from .accounts import close_unseen, enter_subjects, make_unknown, see_demand
+from .account import Account, AccountStatement
+from .accounts import (
+    activate_all,
+    close_unseen,
+    enter_subjects,
+    make_unknown,
+    open_accounts,
+    posted,
+    see_demand,
+)
 from .blocks.ledger import BlockLedger
-from .content_postings import CONTENTS
+from .content_postings import CONTENTS, CUSTODY, RECOMPUTED, compare_hashed, follow_waiting
 from .encoder_postings import ENCODER
 from .engine_postings import OBSERVATION, forget
 from .entries import Entry
 from .ledger_state import Counted, LedgerState, Watch
 from .life_postings import LIVES, withdraw_hit
 from .load_postings import LOADS
-from .recomputed import RECOMPUTED, compare_hashed
-from .statements import AccountStatement
 from .steps import STEPS
-from .transfer_fingerprints import CUSTODY, follow_waiting
-from .unchanged_steps import activate_all, open_accounts, posted
-from .weights_of_workers import step_runs
-from .weights_postings import WEIGHTS, admitted, loaded
+from .weights_postings import WEIGHTS, admitted, loaded, step_runs
 
 
 def _block(state: LedgerState, event: ev.Event) -> None:

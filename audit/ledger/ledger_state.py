@@ -1,27 +1,331 @@
-"""The state of a ledger: open accounts, undelivered steps, open transfers. Its sums are in ``sums.py``.
+"""The state of a ledger, and its sums.
 
-Plain data that the posting functions share and a checkpoint saves. The functions are in the other files
-of this folder.
+Plain data that the posting functions share and a checkpoint saves: open accounts, undelivered steps, open
+transfers, and what is known of contents. The functions are in the other files of this folder.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
+from typing import NamedTuple
+
+import msgspec
 
 from .. import events as ev
+from ..bounded_tables import keep_newest, take_oldest
+from ..figures.sums import Sums, add_tokens
+from ..figures.totals import Totals
 from .account import Account
 from .blocks.ledger import BlockLedger
-from .content_state import ContentState
+from .blocks.reads import EVERY, lacking
+from .clocks import QueueClock, StepClock
 from .encoder_cache import EncoderCache
 from .entries import Entry
-from .queue_clock import QueueClock
-from .sketch_state import SketchState
-from .step_clock import StepClock
-from .sums import LedgerSums
-from .transfer_fingerprint_state import CustodyState
 from .transfers import WorkerTransfers
 from .weights import Weights
+
+# --- sums ----------------------------------------------------------------------------------------------
+#
+# What a ledger adds up. Nothing here decides how an event is posted, so two ledgers' sums can be added.
+
+
+ERRORS_KEPT = 16
+"""Kinds of exceptions that are counted by name."""
+
+OTHER_ERRORS = "other exceptions"
+"""All further kinds."""
+
+
+class Recomputed(Sums):
+    """Blocks that were computed more than once, by their sketches."""
+
+    compared: int = 0
+    """Blocks that were compared with an earlier computation."""
+    differed: int = 0
+    """Those of them whose distance is above the threshold."""
+    largest: float = 0.0
+    """The largest distance of the others."""
+
+    def merge(self, more: Recomputed) -> None:
+        """Add the counts of another engine; of the largest distances the larger one stays."""
+        self.compared += more.compared
+        self.differed += more.differed
+        self.largest = max(self.largest, more.largest)
+
+
+class LedgerSums(Sums):
+    """The sums of one engine's ledger, or of several ledgers."""
+
+    ended: Totals = msgspec.field(default_factory=Totals)
+    """Sums over the accounts of ended requests; they only rise."""
+    gaps: int = 0
+    """How many times events were lost."""
+    removed_events: int = 0
+    """Events that rotation removed from the beginning of the journal; they are no loss."""
+    hook_failures: int = 0
+    """How many times a hook failed."""
+    engine_errors: dict[str, int] = {}
+    """How often each exception left a hooked method of the engine, by type and method: the first
+    :data:`ERRORS_KEPT` kinds, and :data:`OTHER_ERRORS`."""
+    watches: int = 0
+    """How many workers began to seal their blocks."""
+    weights_changes: dict[str, int] = {}
+    """Changes of weights by kind, and the calls that changed none or may have changed some."""
+    contents: dict[str, int] = {}
+    """Bytes and microseconds, and blocks at hits, each once for every request that reads it and every worker.
+
+    ``verified``: held the sealed bytes; ``differed``: held others; ``unsealed``: nobody was seen to fill it.
+    The others could not be compared. ``same_step``: computed in the same step; ``unsampled``: left out of the
+    sample; ``unseen``: filled before the observation; ``loaded``: filled by a load that the worker did not
+    see; ``arrived``: a miss, the connector loaded the block for this request; ``unmatched``: read by a
+    request that the ledger can't find in that step.
+    """
+    transfers: dict[str, int] = {}
+    """Blocks by what their transfers to and from a store showed."""
+    recomputed: Recomputed = msgspec.field(default_factory=Recomputed)
+    """Blocks that were computed more than once."""
+
+    def merge(self, more: LedgerSums) -> None:
+        """Add the sums of another ledger, which read later events."""
+        super().merge(more)
+        errors, self.engine_errors = self.engine_errors, {}
+        for error, times in errors.items():
+            self.count_error(error, times)
+
+    def count_error(self, error: str, times: int = 1) -> None:
+        """Count exceptions that left a hooked method."""
+        room = error in self.engine_errors or len(self.engine_errors) < ERRORS_KEPT
+        add_tokens(self.engine_errors, error if room else OTHER_ERRORS, times)
+
+    def count_content(self, name: str, blocks: int = 1) -> None:
+        """Count blocks by what happened to their contents."""
+        add_tokens(self.contents, name, blocks)
+
+    def count_transfer(self, name: str, blocks: int = 1) -> None:
+        """Count blocks by what a transfer showed."""
+        add_tokens(self.transfers, name, blocks)
+
+
+# --- content state -------------------------------------------------------------------------------------
+#
+# What the ledger keeps of the contents of blocks: who seals them, and which were found changed.
+
+
+class ContentState:
+    """What decides how the contents of one engine's blocks are judged."""
+
+    def __init__(self) -> None:
+        self.watches = False
+        """Whether some worker seals its blocks."""
+        self.workers: dict[int, bool] = {}
+        """The workers that seal their blocks."""
+        self.block_tokens: dict[int, int] = {}
+        """Tokens per block, by checked group."""
+        self.excluded: list[str] = []
+        """Why some groups, or all, are not checked."""
+        self.changed: dict[int, int] = {}
+        """Blocks whose bytes were found changed, with the step."""
+        self.promised: dict[int, int] = {}
+        """Blocks that a connector promised to fill, with the step of the promise."""
+        self.promised_in_part: dict[int, int] = {}
+        """Blocks of which a connector promised to fill the beginning: the request computes the rest."""
+        self.loading_requests: dict[int, int] = {}
+        """Requests that were promised external tokens, with the step, where the blocks are not known."""
+
+    def watched(self, event: ev.ContentWatched) -> None:
+        """A worker introduces its watch."""
+        self.watches = self.watches or bool(event.groups)
+        if event.groups:
+            self.workers[event.worker] = True
+        for index in range(0, len(event.groups), 4):
+            self.block_tokens[event.groups[index]] = event.groups[index + 1]
+        self.excluded += [sentence for sentence in event.excluded if sentence not in self.excluded]
+
+    def noted(self, event: ev.Event, blocks: int) -> None:
+        """Note which blocks, or whose, a connector promised to fill. ``blocks``: the size of the pools."""
+        if isinstance(event, ev.BlocksPromised):
+            whole = (event.start + event.tokens) % event.block_tokens == 0
+            self.promised.update(dict.fromkeys(event.blocks if whole else event.blocks[:-1], event.step))
+            self.promised_in_part.update(dict.fromkeys([] if whole else event.blocks[-1:], event.step))
+        elif isinstance(event, ev.Admitted) and event.external_tokens > 0:
+            self.loading_requests.pop(event.request, None)
+            self.loading_requests[event.request] = event.step
+            keep_newest(self.loading_requests, max(1024, blocks))
+
+    def loads_into(self, holdings: BlockLedger, block: int, allocated: tuple[int, int]) -> bool:
+        """Whether a load was to fill a block since its allocation, and is not known to have failed."""
+        step, request = allocated
+        several = len(self.block_tokens) > 1 or len(holdings.pools) > 1
+        promised = self.promised.get(block, -1) >= step
+        if not promised and not (several and self.loading_requests.get(request, -1) >= step):
+            return False
+        for number, pool in holdings.pools.items():
+            if block in pool.records and lacking(holdings, number, block, 0, EVERY):
+                return False
+        return True
+
+    def filled_in_part(self, block: int, code: int, allocated: tuple[int, int]) -> bool:
+        """Whether a load filled the beginning of a block since its allocation, and nobody filled the rest."""
+        return code == ev.UNFILLED and self.promised_in_part.get(block, -1) >= allocated[0]
+
+
+# --- sketch state --------------------------------------------------------------------------------------
+#
+# What the ledger keeps of the sketches of computed blocks, by block hash.
+
+
+DIGITS_KEPT = 128 << 20
+"""The most hexadecimal digits of sketches that are kept; the oldest are dropped first."""
+
+
+class Computation(NamedTuple):
+    """One computation of a block: where and when, and its sketch as hexadecimal digits."""
+
+    step: int
+    block: int
+    allocated: int
+    """The step of the block's allocation."""
+    writer: str
+    """The request that filled the block."""
+    sketch: str
+
+
+class SketchState:
+    """The last computation of each block hash. Plain data only."""
+
+    def __init__(self) -> None:
+        self.key_name = ""
+        """The function and key of the sketches; others can't be compared."""
+        self.projections = 0
+        """Numbers of a sketch for each part of a block."""
+        self.kept: dict[tuple[int, int, int], tuple[int, int, int, str, str]] = {}
+        """By hash id, worker and group: the last :class:`Computation`."""
+        self.digits = 0
+        """Digits of these sketches."""
+        self.waiting: dict[tuple[int, int], list[tuple[int, int, int, int, str]]] = {}
+        """By pool and block: computations of a block without a hash, one for each worker: worker, group,
+        steps of allocation and computation, sketch."""
+
+    def keep(self, key: tuple[int, int, int], computed: Computation) -> None:
+        """Keep a computation in place of the one before."""
+        before = self.kept.pop(key, None)
+        if before is not None:
+            self.digits -= len(before[-1])
+        self.kept[key] = (*computed,)
+        self.digits += len(computed.sketch)
+        while self.digits > DIGITS_KEPT:
+            self.digits -= sum(len(one[-1]) for one in take_oldest(self.kept))
+
+    def forget(self) -> None:
+        """What follows can't be compared with what was computed before."""
+        self.digits = 0
+        self.kept.clear()
+        self.waiting.clear()
+
+    def wait(self, place: tuple[int, int], row: tuple[int, int, int, int, str]) -> None:
+        """Keep a computation of a block without a hash in place of the same worker's one before."""
+        others = [each for each in self.waiting.get(place, ()) if each[0] != row[0]]
+        self.waiting[place] = [*others, row]
+
+    def use_key(self, name: str, projections: int) -> None:
+        """Sketches of another key follow: forget all others."""
+        if (name, projections) != (self.key_name, self.projections):
+            self.key_name, self.projections = name, projections
+            self.forget()
+
+
+# --- transfer fingerprint state ------------------------------------------------------------------------
+#
+# What the ledger keeps of the transfers of blocks: fingerprints that were stored, and loads to be judged.
+
+
+STORED_DIGITS_KEPT = 64 << 20
+"""The most digits of stored fingerprints that are kept; the oldest are dropped first."""
+
+VERSIONS_KEPT = 4
+"""How many different fingerprints of one hash are kept: each computation of a prefix differs in bits."""
+
+
+Stored = tuple[str, int, int, str]
+"""A block that was handed to the store: fingerprints, step, block, and the request that had filled it."""
+
+
+class ForeignLoad(NamedTuple):
+    """A block that a load has filled, and that another engine may have stored.
+
+    ``reader``: the request for which it was loaded. ``counted_as``: the count that it is part of.
+    """
+
+    hash_id: int
+    worker: int
+    group: int
+    pool: int
+    block: int
+    step: int
+    at: int
+    reader: str
+    prints: str
+    counted_as: str
+
+
+class CustodyState:
+    """Transfers of one engine's blocks, by block hash. All attributes are plain data."""
+
+    def __init__(self) -> None:
+        self.key_name = ""
+        """The function and key of the fingerprints; others can't be compared."""
+        self.stored: dict[tuple[int, int, int], list[Stored]] = {}
+        """By hash id, worker and group: what was handed to the store. Fingerprints are hexadecimal digits."""
+        self.digits = 0
+        """Digits of these fingerprints."""
+        self.waiting: dict[tuple[int, int, int], list[tuple[int, int, int, bool, bool, str]]] = {}
+        """By pool, block and worker: transfers of a block without a hash: step of the block's allocation,
+        group, step of the transfer, whether it was stored, whether the store is the engine's own,
+        fingerprints."""
+        self.fleet_store = False
+        """Whether nothing but engines with the same key writes to the store."""
+        self.foreign: list[tuple[int, int, int, int, int, int, int, str, str, str]] = []
+        """Loads to be compared with what other engines stored, each a :class:`ForeignLoad`; only with
+        ``fleet_store``."""
+        self.foreign_digits = 0
+        """Digits of their fingerprints."""
+
+    def keep(self, key: tuple[int, int, int], stored: Stored) -> None:
+        """Keep what is known of a block that was handed to the store."""
+        versions = self.stored.setdefault(key, [])
+        if any(stored[0] == version[0] for version in versions):
+            return
+        versions.append(stored)
+        self.digits += len(stored[0])
+        if len(versions) > VERSIONS_KEPT:
+            self.digits -= len(versions.pop(0)[0])
+        while self.digits > STORED_DIGITS_KEPT:
+            oldest = take_oldest(self.stored)
+            self.digits -= sum(len(version[0]) for versions in oldest for version in versions)
+
+    def keep_foreign(self, load: ForeignLoad) -> None:
+        """Keep a load, as long as there is room; a load without room stays uncompared."""
+        if self.foreign_digits + len(load.prints) <= STORED_DIGITS_KEPT:
+            self.foreign.append((*load,))
+            self.foreign_digits += len(load.prints)
+
+    def use_key(self, name: str) -> None:
+        """Fingerprints of another key follow: forget all others."""
+        if name != self.key_name:
+            self.key_name, self.digits = name, 0
+            self.stored.clear()
+            self.waiting.clear()
+            self.foreign, self.foreign_digits = [], 0
+
+
+# --- ledger state --------------------------------------------------------------------------------------
+#
+# The state of a ledger: open accounts, undelivered steps, open transfers.
+#
+# Plain data that the posting functions share and a checkpoint saves. The functions are in the other files of
+# this folder.
+
 
 ScheduledRow = tuple[Account, int, int]
 """One request's part of a step: account, scheduled tokens, draft tokens among them."""
@@ -67,7 +371,7 @@ class LedgerState:
         self.clock = 0.0
         """Unix time from which times count, by the newest description of the engine."""
         self.living: dict[int, Account] = {}
-        """Open accounts by request number. A steady account in it may lag behind (``unchanged_steps.py``)."""
+        """Open accounts by request number. A steady account in it may lag behind (``accounts.py``)."""
         self.closed: dict[str, Account] = {}
         """Accounts of ended requests by request id, if they are kept."""
         self.lost_track: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from .. import causes
 from .. import events as ev
 from ..figures.sums import add_tokens
-from .account import Account
+from .account import LOCAL, Account, Life
 from .accounts import (
     account_of,
     add_line,
@@ -29,17 +29,21 @@ from .accounts import (
     see_demand,
     settle,
 )
-from .counting_rules import counted_otherwise, cut_off, expect_queries, never_ran, sibling, unreported
+from .clocks import DECODE_PLACE, decode_parts, output_time, share
 from .entries import Entry, ReportedLookups, TurnOvercounted
-from .executed_tokens import execute_before_hit
 from .ledger_state import LedgerState
-from .life import Life
 from .load_postings import cancel_in_flight, load_before_hit, lose_external
-from .position_ranges import LOCAL
-from .step_clock import decode_parts, share
-from .token_times import DECODE_PLACE, output_time
 from .weights_of_requests import end_turn
 from .weights_postings import finished
+from .work import (
+    counted_otherwise,
+    cut_off,
+    execute_before_hit,
+    expect_queries,
+    never_ran,
+    sibling,
+    unreported,
+)
 
 
 def _request_added(state: LedgerState, event: ev.RequestAdded) -> None:

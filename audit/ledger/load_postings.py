@@ -12,7 +12,7 @@ from .. import causes
 from .. import events as ev
 from ..bounded_tables import keep_newest
 from ..figures.sums import add_tokens
-from .account import Account
+from .account import EXTERNAL, Account, Life
 from .accounts import (
     account_of,
     add_line,
@@ -20,15 +20,13 @@ from .accounts import (
     enter_computed,
     enter_subjects,
     find_account,
+    open_accounts,
     roll_back,
 )
-from .counting_rules import load_failed
 from .entries import Entry, ExternalTokensLost, FailedBlocksKept, Handover, Overdue, Unpromised, Unsaved
 from .ledger_state import LedgerState
-from .life import Life
-from .position_ranges import EXTERNAL
 from .transfers import UnkeptPromise
-from .unchanged_steps import open_accounts
+from .work import load_failed
 
 OVERDUE_SECONDS = 600
 """Connectors give up a transfer by themselves before this; NIXL, by default, after 480."""

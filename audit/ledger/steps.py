@@ -1,6 +1,6 @@
 """Postings of scheduled steps and their output: the hot loop of a replay.
 
-Work is counted when its output is delivered (``executed_tokens.py``), because only then is it known which
+Work is counted when its output is delivered (``work.py``), because only then is it known which
 tokens were rejected; until then the tokens are in flight. At any instant, scheduled = first prompt + first
 output + rework + rejected + overrun + in flight.
 """
@@ -12,26 +12,25 @@ from typing import Any
 
 from .. import events as ev
 from ..causes import LOAD_FAILED, PAST_STOP
-from .account import Account
+from .account import Account, InFlight, Life
 from .accounts import (
     account_of,
+    activate,
     add_line,
     begin_life,
     enter_computed,
     find_account,
+    is_steady,
+    make_steady,
     make_unknown,
     settle_if_attained,
 )
-from .counting_rules import NO_DRAFTS, count_drafts, drafts_counted
+from .clocks import PREFILL_PLACE, UNIT, first_token, prefill_parts, share
 from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
-from .executed_tokens import execute, execute_invalid
 from .ledger_state import LedgerState
-from .life import InFlight, Life
 from .load_postings import note_unanswered, resolve
-from .step_clock import UNIT, prefill_parts, share
-from .token_times import PREFILL_PLACE, first_token
-from .unchanged_steps import activate, is_steady, make_steady
 from .weights_of_requests import note_output
+from .work import NO_DRAFTS, count_drafts, drafts_counted, execute, execute_invalid
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:

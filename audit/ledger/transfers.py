@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import events as ev
-from .account import Account
-from .life import Life
+from .account import Account, Life
 
 PROMISES_REMEMBERED = 512
 """How many promises are remembered by their blocks, in whatever step these are loaded."""

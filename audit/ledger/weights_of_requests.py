@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from ..figures.sums import add_tokens
-from .account import Account
-from .life import InFlight, Life
+from .account import Account, InFlight, Life
 from .weights import BEFORE, MODEL, UNKNOWN, Sampled, Weights, age_cause, spans
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -37,6 +38,9 @@ class EventAudit(Observed):
     ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
     """
 
+    removed_kept: ClassVar[int] = 1 << 18
+    """How many evicted hashes are remembered, to tell evicted tokens from those never seen before."""
+
     def __init__(
         self,
         path: Path,
@@ -64,6 +68,7 @@ class EventAudit(Observed):
             name_of=partial(engine_name, path=path),
         )
         """The ledger and the checks that every event goes through."""
+        self.auditor.ledger.blocks.removed_kept = self.removed_kept
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
         self.event: Event | None = None

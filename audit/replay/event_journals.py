@@ -9,9 +9,8 @@ from pathlib import Path
 from ..analysis.routing import Contents
 from ..events import EngineStarted
 from ..journal.reader import Reader
-from ..ledger.cache_changes import CLEARED, REMOVED, STORED
 from ..ledger.entries import Entry
-from ..ledger.kv_counts import KINDS, KVEventCounts
+from ..ledger.kv_events import CLEARED, KINDS, REMOVED, STORED, KVEventCounts
 from .engine_audit import EngineAudit
 from .recorded_events import RecordedEvents
 from .recordings import Neighbours, incomparable, recordings_beside, same_port

@@ -23,6 +23,8 @@ from .recorded_events import RecordedEvents
 class FollowedAudit(EngineAudit):
     """The audit of one engine that metrics are made of."""
 
+    removed_kept = 0  # as many as the pool needs: a sidecar follows many engines for long
+
     def __init__(self, path: Path, *, name: str = "") -> None:
         super().__init__(path, (Metrics, LiveSteps, LiveCosts, LiveTurns, Reconciled), name=name)
         self.series = ""

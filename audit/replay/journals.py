@@ -21,9 +21,8 @@ from ..client_ids import rank
 from ..figures.totals import Totals
 from ..journal.host_folders import journal_name
 from ..journal.reader import Position, Reader
-from ..ledger.account import Account
+from ..ledger.account import Account, AccountStatement, Line
 from ..ledger.ledger_state import Watch
-from ..ledger.statements import AccountStatement, Line
 from ..pool_calls import AnyEvent
 from ..text import shown_id, utc
 from .engine_audit import EngineAudit

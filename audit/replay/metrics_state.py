@@ -21,9 +21,8 @@ from ..figures.declared import BY_NAME, FIGURES
 from ..figures.labels import GROUPED, value_of
 from ..figures.sums import NoSum, Sums
 from ..figures.totals import Totals
-from ..ledger.account import Account
-from ..ledger.kv_counts import KVEventCounts
-from ..ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL, UNATTAINED
+from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
+from ..ledger.kv_events import KVEventCounts
 from ..release_semantics import release
 from .distribution import Distribution, Exemplar
 from .shared_prompts import CONSUMER, PRODUCER, SharedPrompts, WaitingPrompt, key_of

@@ -10,7 +10,7 @@ from ..checks.auditor import Verdict
 from ..checks.findings import Findings
 from ..events import Event
 from ..ledger.account import Account
-from ..ledger.sums import LedgerSums
+from ..ledger.ledger_state import LedgerSums
 from .observer import Observer
 from .sums import EngineSums, JournalSums
 from .verdict import Judged

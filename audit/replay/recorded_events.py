@@ -18,10 +18,7 @@ from ..figures.sums import merge_tokens
 from ..journal.format import is_live, segments
 from ..journal.reader import Batch, Position, Reader
 from ..journal.writer import CLOCK_SECONDS
-from ..ledger.cache_changes import CLEARED
-from ..ledger.kv_comparison import HORIZON_SECONDS, KVComparison
-from ..ledger.kv_counts import KVEventCounts
-from ..ledger.kv_stream import GPU, kv_events, of_group
+from ..ledger.kv_events import CLEARED, GPU, HORIZON_SECONDS, KVComparison, KVEventCounts, kv_events, of_group
 from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside
 
 FORGET_SECONDS = 600.0

@@ -34,24 +34,25 @@ from ..checks.auditor import Auditor
 from ..errors import LedgerError
 from ..events import EngineStarted, KVEventsReceived, RequestLabels
 from ..journal.reader import Position
-from ..ledger.account import Account
+from ..ledger.account import (
+    Account,
+    CachedRange,
+    GroupBlock,
+    InFlight,
+    Life,
+    Line,
+    Losses,
+    PositionRange,
+    PositionRanges,
+    Settlement,
+)
 from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.pool_contents import PoolContents
-from ..ledger.blocks.records import Absent, LifeLacks, Pool
-from ..ledger.cache_changes import Change
-from ..ledger.content_state import ContentState
+from ..ledger.blocks.pool import Absent, LifeLacks, Pool, PoolContents
+from ..ledger.clocks import QueueClock, StepClock
 from ..ledger.encoder_cache import EncoderCache, EncoderInput
-from ..ledger.kv_comparison import KVComparison
-from ..ledger.kv_differences import NotAnnounced, NotInCache, StreamGap
-from ..ledger.kv_stream import KVEvent
+from ..ledger.kv_events import Change, KVComparison, KVEvent, NotAnnounced, NotInCache, StreamGap
 from ..ledger.ledger import Ledger
-from ..ledger.life import InFlight, Life
-from ..ledger.position_ranges import Losses, PositionRange, PositionRanges
-from ..ledger.queue_clock import QueueClock
-from ..ledger.sketch_state import SketchState
-from ..ledger.statements import CachedRange, GroupBlock, Line, Settlement
-from ..ledger.step_clock import StepClock
-from ..ledger.transfer_fingerprint_state import CustodyState
+from ..ledger.ledger_state import ContentState, CustodyState, SketchState
 from ..ledger.transfers import Promise, WorkerTransfers
 from ..ledger.weights import Weights
 from .engine_audit import EngineAudit
@@ -135,7 +136,7 @@ REBUILT: dict[type, frozenset[str]] = {
     FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
     Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
     Ledger: frozenset({"keep_closed", "watch", "counted", "wanted", "entries"}),
-    BlockLedger: frozenset({"findings", "requests", "refilled", "invalid_hits"}),
+    BlockLedger: frozenset({"findings", "requests", "removed_kept", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
     ContentState: frozenset(),
     CustodyState: frozenset(),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..ledger.content_postings import DIGITS, differences
 from ..ledger.entries import ContentTransfer, Entry
-from ..ledger.transfer_fingerprint_state import VERSIONS_KEPT, ForeignLoad, Stored
-from ..ledger.transfer_fingerprints import DIGITS, differences
+from ..ledger.ledger_state import VERSIONS_KEPT, ForeignLoad, Stored
 from .engine_audit import EngineAudit
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..checks.findings import Findings
 from ..figures.sums import Sums
-from ..ledger.sums import LedgerSums
+from ..ledger.ledger_state import LedgerSums
 from .windows import LossesInWindow
 
 

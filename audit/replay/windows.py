@@ -23,7 +23,7 @@ from ..journal.format import segments
 from ..journal.reader import Position, Reader
 
 if TYPE_CHECKING:
-    from ..ledger.account import Account  # which only replays need
+    from ..ledger.account import Account
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _RELATIVE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..checks.registry import Violation
 from ..ledger.account import Account
-from ..ledger.blocks.provenance import HASHED_OTHERWISE
+from ..ledger.blocks.reads import HASHED_OTHERWISE
 from . import engine_figures
 from .workload import Check
 

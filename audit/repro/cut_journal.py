@@ -18,9 +18,8 @@ from .. import events as ev
 from .. import pool_calls as old
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
-from ..ledger.blocks.engine_reports import content_group
-from ..ledger.blocks.pool_contents import RequestContents
-from ..ledger.blocks.split_calls import calls
+from ..ledger.blocks.pool import RequestContents, calls
+from ..ledger.blocks.postings import content_group
 from .choose_finding import Seen
 
 MOST_ITEMS = 300_000

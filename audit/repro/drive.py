@@ -17,7 +17,7 @@ from ..conformance.driver import Driver
 from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
-from ..ledger.statements import Line
+from ..ledger.account import Line
 from . import assertions
 from .workload import OUT, Check, Op, Request, Segment, Workload
 

@@ -21,9 +21,8 @@ import msgspec
 from .. import events as ev
 from .. import pool_calls
 from ..errors import LedgerError
-from ..ledger.blocks.engine_reports import content_group
-from ..ledger.blocks.pool_contents import RequestContents
-from ..ledger.blocks.split_calls import post
+from ..ledger.blocks.pool import RequestContents, post
+from ..ledger.blocks.postings import content_group
 
 FULL = 2
 """The kind of a group of full attention, in PoolSeen."""

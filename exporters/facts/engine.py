@@ -17,7 +17,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``busy_us``: time of its steps in the window. ``model``: the model of its step time. ``block_tokens``: 0
     if the engine did not report it. ``rows_from_seconds``: Unix time before which only sums by the hour are
-    kept of the window's requests; None: it has all rows.
+    kept of the window's requests; None: it has all rows. ``forgotten_hashes``: evicted blocks that the audit
+    does not remember any more, so that tokens in them count as never seen before.
     """
 
     journal: str
@@ -29,6 +30,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     busy_us: int
     model: StepModel
     rows_from_seconds: float | None = None
+    forgotten_hashes: int = 0
     cut: list[str] = []
     """Of which invariants not all findings are rows."""
 
@@ -44,5 +46,6 @@ def engine_facts(audit: EngineAudit) -> EngineFacts:
         block_tokens=block_size(audit),
         busy_us=audit.of(Steps).sums.busy_us,
         model=audit.of(Steps).model,
+        forgotten_hashes=sum(pool.forgotten_hashes for pool in audit.auditor.ledger.blocks.pools.values()),
         cut=audit.cut,
     )

@@ -22,8 +22,7 @@ from opentelemetry.util.types import AttributeValue
 
 from ... import __version__
 from ...audit.causes import PREEMPTIONS
-from ...audit.ledger.account import Account
-from ...audit.ledger.life import Life
+from ...audit.ledger.account import Account, Life
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import TRACEPARENT
 

@@ -26,7 +26,7 @@ from ...audit.errors import LedgerError
 from ...audit.figures.declared import OTHER, PROMPTS, parts_of
 from ...audit.figures.totals import Totals
 from ...audit.journal.format import is_live
-from ...audit.ledger.kv_counts import KVEventCounts
+from ...audit.ledger.kv_events import KVEventCounts
 from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import ROLES, VERDICTS, LookupCounts, ViolationCount

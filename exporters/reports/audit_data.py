@@ -18,7 +18,7 @@ from ...audit.checks.findings import Found
 from ...audit.checks.registry import Figure, Violation, catalogue
 from ...audit.figures.declared import FIGURES as DECLARED
 from ...audit.figures.totals import Totals
-from ...audit.ledger.statements import Line
+from ...audit.ledger.account import Line
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, RequestStatement
 from ...audit.text import utc

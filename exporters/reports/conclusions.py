@@ -59,6 +59,8 @@ class Facts(msgspec.Struct, kw_only=True):
     sampled: tuple[int, float] | None = None
     """Blocks of the sample of misses, and the share of them that was evicted."""
     block_size: int = 0
+    forgotten_hashes: int = 0
+    """Evicted blocks that were not remembered to the end."""
     levels: Sequence[str] = ()
     engine_seconds: float = 0.0
     seconds: Mapping[str, float | None] = {}
@@ -145,6 +147,7 @@ def with_why(facts: Facts, why: Why) -> Facts:
         sampled=why.sampled_evictions,
         block_size=why.block_size,
         levels=why.levels,
+        forgotten_hashes=why.forgotten_hashes,
     )
 
 
@@ -233,7 +236,10 @@ def below_block(facts: Facts) -> Conclusion | None:
 
 def evicted(facts: Facts) -> Conclusion | None:
     """Many missed tokens had been in the cache."""
-    says = "were in the prefix cache before and were evicted: at most these could be hits with more blocks."
+    bound = ": at most these could be hits with more blocks."
+    if facts.forgotten_hashes:
+        bound = ", at least: the audit remembers the last evicted blocks only."
+    says = f"were in the prefix cache before and were evicted{bound}"
     return _missed(facts, (causes.EVICTED,), EVICTED_SHARE, says)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...audit.ledger.sums import LedgerSums
+from ...audit.ledger.ledger_state import LedgerSums
 from ...audit.replay.journals import Audit
 from .terminal import counted
 

@@ -19,7 +19,7 @@ from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.causes import MISSES
 from ...audit.figures.declared import BY_NAME, FIGURES
 from ...audit.figures.figure import MICROSECONDS, TOKENS
-from ...audit.ledger.position_ranges import EXTERNAL, LOCAL
+from ...audit.ledger.account import EXTERNAL, LOCAL
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window

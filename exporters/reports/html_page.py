@@ -116,30 +116,6 @@ def _turn_tables(data: PageData) -> list[tuple[Sequence[str], list[tuple[str, ..
     ]
 
 
-def plots(data: PageData) -> dict[str, charts.Plot | list[charts.Bar]]:
-    """Every chart of the page that has data, by a name for its file."""
-    totals, blocks, over_time = data.report.totals, block_section(data, _clock), _over_time(data.series)
-    sources = charts.bars(
-        [
-            (name, float(tokens), f"{percent(share(tokens, totals.prompt_tokens) or 0)}  {tokens:,}")
-            for name in ("local", "external", "computed", "unattained")
-            if (tokens := getattr(totals, name))
-        ]
-    )
-    found = {
-        "prompt-tokens": sources,
-        "hit-rate": over_time["hit_rate"],
-        "misses": _misses(data),
-        "requests": over_time["requests"],
-        "preemptions": over_time["preemptions"],
-        "block-states": blocks and blocks.states,
-        "evictions": blocks and blocks.evictions,
-        "waits": _waits(data.waits),
-        "first-token": _first_token(data.first_token),
-    }
-    return {name: chart for name, chart in found.items() if chart}
-
-
 # --- the answer -----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.ledger.statements import AccountStatement, Line, Settlement
+from ...audit.ledger.account import AccountStatement, Line, Settlement
 from ...audit.replay.journals import RequestStatement
 from . import audit_text, terminal
 from .audit_data import finding

@@ -101,6 +101,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block; 0: not known, or different in several engines."""
     levels: list[str] = []
     """The levels below ``blocks`` at which journals were recorded."""
+    forgotten_hashes: int = 0
+    """Evicted blocks that were not remembered to the end: tokens in them count as never seen before."""
     conclusions: list[str] = []
     groups: list[WhyGroup] = []
     """Most misses first; empty where no groups were asked for."""
@@ -204,6 +206,7 @@ def explained(
         models=models,
         block_size=sizes.pop() if len(sizes) == 1 else 0,
         levels=levels,
+        forgotten_hashes=sum(engine.forgotten_hashes for engine in engines),
         scheduled=figures["scheduled"],
         preempted=preempted.tokens,
         more_blocks=preempted.more_blocks,

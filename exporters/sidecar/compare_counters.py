@@ -34,7 +34,7 @@ from ...audit.causes import (
     TIER_UNSPECIFIED,
     UNEXPLAINED,
 )
-from ...audit.ledger.position_ranges import COMPUTED, EXTERNAL, LOCAL
+from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
 from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled

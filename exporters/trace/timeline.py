@@ -24,8 +24,7 @@ from ...audit.analysis.block_states import STATES, BlockStates
 from ...audit.analysis.step_times import STEP_HANDLERS
 from ...audit.checks.registry import Violation
 from ...audit.journal.folder import read
-from ...audit.ledger.account import Account
-from ...audit.ledger.life import Life
+from ...audit.ledger.account import Account, Life
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch

@@ -199,7 +199,6 @@ def test_a_corrupted_segment_is_named_and_makes_the_verdict_unknown(run: Any, cl
         (("show", "x"), "Missing argument 'PATH'; write kvledger show PATH... REQUEST"),
         (("deploy", "helm", "-o", __file__), "can't be written: it is a file, not a folder"),
         (("dashboards", "check", "--prometheus", "here"), "'here' is no URL of a Prometheus"),
-        (("dashboards", "preview", "--prometheus", "here"), "'here' is no URL of a Prometheus"),
         (("explain", "tokens/negativ"), "did you mean tokens/negative"),
         (("demo", "--inject", "nothing"), "There is no injection 'nothing'"),
         (("serve", "x", "--web.listen-address", "here"), "'here' is no listen address"),

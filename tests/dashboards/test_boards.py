@@ -1,4 +1,4 @@
-"""The board files: the committed copies, the two forms, and the layout of panels."""
+"""The board files: what the check finds in them, the two forms, and the layout of panels."""
 
 from __future__ import annotations
 
@@ -6,32 +6,21 @@ import itertools
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import boards, check, compare_board, rules
-from kvledger.dashboards.panels import GRID, PanelRow
+from kvledger.dashboards import boards, check, rules
 
-ROOT = Path(__file__).parents[2]
-GENERATED = ROOT / "dashboards" / "generated"
-
-every_board = pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.UID)
-every_form = pytest.mark.parametrize("form", boards.FORMS)
-
-
-def flat(built: dict[str, Any]) -> list[dict[str, Any]]:
-    """The headings and all panels, those of collapsed rows too."""
-    return [each for panel in built["panels"] for each in (panel, *panel.get("panels", ()))]
+every_board = pytest.mark.parametrize("built", [*map(boards.board, boards.NAMES)], ids=boards.NAMES)
 
 
 def panels_of(built: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in flat(built) if panel["type"] != "row"]
+    return [panel for _, within in boards.rows(built) for panel in within]
 
 
-def test_boards_and_rules_name_only_served_metrics() -> None:
+def test_boards_and_rules_have_no_fault() -> None:
     assert [] == check.faults()
 
 
@@ -49,70 +38,81 @@ def test_boards_and_rules_name_only_served_metrics() -> None:
     ],
 )
 def test_a_name_that_is_not_served_is_a_fault(expr: str, fault: str) -> None:
-    assert [fault] == list(check.faults_in(expr, {row.record for row in rules.RECORDINGS}))
+    recorded = {rule["record"] for rule in rules.rules() if "record" in rule}
+
+    assert [fault] == list(check.faults_in(expr, recorded))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("id", 3, "two panels have the id 3"),
+        ("title", "", "panel 2 has no title"),
+        ("description", "", "Violations has no description"),
+        ("targets", [], "Violations has no query"),
+        ("gridPos", {"x": 4, "y": 1, "w": 4, "h": 5}, "Unexplained drift lies on Violations"),
+        ("gridPos", {"x": 22, "y": 0, "w": 4, "h": 1}, "Violations is wider than the board"),
+        ("fieldConfig", {"defaults": {"unit": "s"}, "overrides": []}, "Violations has the unit s"),
+    ],
+)
+def test_a_panel_that_is_built_wrongly_is_a_fault(key: str, value: object, fault: str) -> None:
+    built = boards.board("trust")
+    panel = next(panel for panel in panels_of(built) if panel["title"] == "Violations")
+    panel[key] = value
+
+    assert fault in "\n".join(check.misbuilt(built))
+
+
+@pytest.mark.parametrize(
+    ("expr", "units"),
+    [
+        ("sum(rate(kvledger_prompt_tokens_total[5m]))", {"si:tokens/s"}),
+        (
+            "sum(rate(kvledger_prompt_tokens_total[5m])) / sum(rate(kvledger_work_tokens_total[5m]))",
+            {"percentunit"},
+        ),
+        ("histogram_quantile(0.5, sum by (le) (rate(kvledger_block_idle_seconds_bucket[5m])))", {"s"}),
+        ("sum(rate(kvledger_first_token_seconds_total[5m])) / sum(kvledger_requests_total)", {"s"}),
+        ("sum by (outcome) (rate(kvledger_requests_total[5m]))", {"cps", "reqps", "short"}),
+        ("sum(kvledger_open_requests)", {"none", "short", "locale"}),
+        ("avg(up)", set()),
+    ],
+)
+def test_the_units_of_an_expression_follow_from_its_metrics(expr: str, units: set[str]) -> None:
+    assert units == check.units_of(expr)
 
 
 @every_board
-def test_panel_ids_are_unique_and_panels_do_not_overlap(board: ModuleType) -> None:
-    built = boards.build(board)
-    taken: dict[tuple[int, int], str] = {}
-    for panel in built["panels"]:
-        place = panel["gridPos"]
-        assert 0 <= place["x"] and place["x"] + place["w"] <= 24
-        for x in range(place["x"], place["x"] + place["w"]):
-            for y in range(place["y"], place["y"] + place["h"]):
-                assert (x, y) not in taken, (panel["title"], taken.get((x, y)))
-                taken[x, y] = panel["title"]
-
-    ids = [panel["id"] for panel in flat(built)]
-    assert len(set(ids)) == len(ids)
+def test_panels_fill_the_width_of_the_board(built: dict[str, Any]) -> None:
+    for heading, within in boards.rows(built):
+        sums = list(itertools.accumulate(panel["gridPos"]["w"] for panel in within))
+        assert sums[-1] % check.GRID == 0, heading["title"]
+        assert set(range(check.GRID, sums[-1] + 1, check.GRID)) <= set(sums), heading["title"]
 
 
 @every_board
-def test_no_row_is_left_out(board: ModuleType) -> None:
-    made = {value.title for value in vars(board).values() if isinstance(value, PanelRow)}
-
-    assert made == {row.title for row in board.ROWS}
-
-
-@every_board
-def test_panels_fill_the_width_of_the_board(board: ModuleType) -> None:
-    for row in board.ROWS:
-        widths = [panel.width for panel in row.panels]
-        sums = list(itertools.accumulate(widths))
-        assert sums[-1] % GRID == 0, row.title
-        assert set(range(GRID, sums[-1] + 1, GRID)) <= set(sums), row.title
+def test_panels_of_a_collapsed_row_are_in_its_heading(built: dict[str, Any]) -> None:
+    for heading, within in boards.rows(built):
+        assert heading["panels"] == (within if heading["collapsed"] else [])
 
 
 @every_board
-def test_panels_of_a_collapsed_row_are_in_its_heading(board: ModuleType) -> None:
-    headings = [panel for panel in boards.build(board)["panels"] if panel["type"] == "row"]
-
-    assert [row.collapsed for row in board.ROWS] == [heading["collapsed"] for heading in headings]
-    for row, heading in zip(board.ROWS, headings, strict=True):
-        expected = [panel.title for panel in row.panels] if row.collapsed else []
-        assert expected == [panel["title"] for panel in heading["panels"]]
-
-
-@every_board
-def test_legends_show_the_last_and_the_largest_value(board: ModuleType) -> None:
-    for panel in panels_of(boards.build(board)):
+def test_legends_show_the_last_and_the_largest_value(built: dict[str, Any]) -> None:
+    for panel in panels_of(built):
         if panel["type"] == "timeseries":
             assert ["lastNotNull", "max"] == panel["options"]["legend"]["calcs"]
 
 
 @every_board
-def test_a_stack_has_no_lines_because_that_of_a_zero_would_lie_on_top(board: ModuleType) -> None:
-    for panel in panels_of(boards.build(board)):
+def test_a_stack_has_no_lines_because_that_of_a_zero_would_lie_on_top(built: dict[str, Any]) -> None:
+    for panel in panels_of(built):
         if panel["type"] == "timeseries":
             custom = panel["fieldConfig"]["defaults"]["custom"]
             assert (custom["stacking"]["mode"] != "none") == (custom["lineWidth"] == 0), panel["title"]
 
 
 @every_board
-def test_boards_link_to_each_other_and_are_tagged_for_vllm(board: ModuleType) -> None:
-    built = boards.build(board)
-
+def test_boards_link_to_each_other_and_are_tagged_for_vllm(built: dict[str, Any]) -> None:
     assert {"kvledger", "vllm"} == set(built["tags"])
     own, *vllms = built["links"]
     assert ["kvledger"] == own["tags"] and own["includeVars"]
@@ -121,21 +121,21 @@ def test_boards_link_to_each_other_and_are_tagged_for_vllm(board: ModuleType) ->
 
 
 @every_board
-def test_variables(board: ModuleType) -> None:
-    names = [variable["name"] for variable in boards.build(board)["templating"]["list"]]
+def test_variables(built: dict[str, Any]) -> None:
+    names = [variable["name"] for variable in built["templating"]["list"]]
 
     assert ["datasource", "job", "instance", "model_name", "engine", "docs"] == names
 
 
 @every_board
-def test_the_sharing_form_differs_only_in_its_data_source(board: ModuleType) -> None:
+def test_the_sharing_form_differs_only_in_its_data_source(built: dict[str, Any]) -> None:
     """Grafana replaces the input by the chosen data source at import."""
-    shared = boards.build(board, "sharing")
+    shared = boards.shared(built)
     asked = shared.pop("__inputs")
     needed = shared.pop("__requires")
     shared.pop("__elements")
     imported = json.loads(json.dumps(shared).replace("${DS_PROMETHEUS}", "prometheus-1"))
-    here = json.loads(json.dumps(boards.build(board)).replace("${datasource}", "prometheus-1"))
+    here = json.loads(json.dumps(built).replace("${datasource}", "prometheus-1"))
     here["templating"]["list"] = here["templating"]["list"][1:]
 
     assert ["DS_PROMETHEUS"] == [wanted["name"] for wanted in asked]
@@ -147,8 +147,7 @@ def test_the_sharing_form_differs_only_in_its_data_source(board: ModuleType) -> 
 
 
 def test_findings_link_to_the_explanation_of_their_invariant() -> None:
-    trust = boards.build(boards.BOARDS[0])
-    findings = next(panel for panel in trust["panels"] if panel["title"] == "Last findings")
+    findings = next(panel for panel in boards.board("trust")["panels"] if panel["title"] == "Last findings")
     links = [
         prop["value"][0]["url"]
         for row in findings["fieldConfig"]["overrides"]
@@ -185,8 +184,8 @@ def test_a_file_that_is_no_json_differs(tmp_path: Path) -> None:
 
 def test_the_figures_compared_have_the_unexplained_part_beside_the_difference() -> None:
     """A difference with a known cause is no fault, so the table says how much has none."""
-    panel = next(one for one in compare_board.NOW.panels if one.title == "Figure by figure")
-    columns = dict(panel.columns)
+    panel = next(one for one in panels_of(boards.board("compare")) if one["title"] == "Figure by figure")
+    columns = panel["transformations"][2]["options"]["renameByName"]
 
     assert ("Difference", "Unexplained") == (columns["Value #C"], columns["Value #D"])
-    assert 'cause="unexplained"' in panel.queries[3].expr
+    assert 'cause="unexplained"' in panel["targets"][3]["expr"]

@@ -272,7 +272,7 @@ def test_the_composed_sidecar_reads_what_an_engine_of_root_writes() -> None:
 def test_promtool_accepts_the_compose_configuration(tmp_path: Path) -> None:
     promtool = tools.debian("prometheus", "promtool")
     (tmp_path / "prometheus.yml").write_text((DEPLOY / "compose" / "prometheus.yaml").read_text())
-    rules = ROOT / "dashboards" / "generated" / "kvledger-rules.yaml"
+    rules = ROOT / "dashboards" / "kvledger-rules.yaml"
     (tmp_path / rules.name).write_text(rules.read_text())
 
     done = subprocess.run(

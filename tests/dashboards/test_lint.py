@@ -13,7 +13,7 @@ import pytest
 
 from kvledger.dashboards import boards, check
 
-BUILT = {board.UID: boards.build(board) for board in boards.BOARDS}
+BUILT = {name: boards.board(name) for name in boards.NAMES}
 UNITS = {"short", "none", "percentunit", "s", "cps", "si:tokens/s", "reqps", "locale", "dateTimeAsIso"}
 """Of Grafana's list, those that are used; another one is to be looked up there first."""
 
@@ -21,8 +21,7 @@ every_board = pytest.mark.parametrize("built", BUILT.values(), ids=BUILT)
 
 
 def panels(built: dict[str, Any]) -> list[dict[str, Any]]:
-    every = [each for panel in built["panels"] for each in (panel, *panel.get("panels", ()))]
-    return [panel for panel in every if panel["type"] != "row"]
+    return [panel for _, within in boards.rows(built) for panel in within]
 
 
 def expressions(built: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -51,13 +51,13 @@ def module(literals: list[str]) -> str:
 
 def test_every_board_is_a_dashboard_literal(modules: Path, tmp_path: Path) -> None:
     """In a literal, the compiler also refuses fields that the type lacks."""
-    literals = [json.dumps(boards.build(board), indent=1) for board in boards.BOARDS]
+    literals = [json.dumps(boards.board(name), indent=1) for name in boards.NAMES]
 
     assert "" == compiled(modules, tmp_path, module(literals))
 
 
 def test_a_wrong_board_is_refused(modules: Path, tmp_path: Path) -> None:
-    board = boards.build(boards.BOARDS[0]) | {"graphToolTip": 1}
+    board = boards.board("trust") | {"graphToolTip": 1}
 
     complaints = compiled(modules, tmp_path, module([json.dumps(board)]))
 

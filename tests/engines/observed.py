@@ -9,7 +9,7 @@ from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import Event, PoolCalls
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.ledger.blocks.pool import calls
 
 Drive = Callable[..., Any]
 

@@ -15,7 +15,7 @@ from tests.scenarios.driving import Attach, Driver, start
 
 from kvledger.audit.engines import observer, steps
 from kvledger.audit.events import Census, EngineStopped, Event
-from kvledger.audit.ledger import stalls
+from kvledger.audit.ledger import engine_postings
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_request_that_is_never_scheduled_again_is_found_at_the_end(asynchronou
 
 def test_a_request_that_is_never_scheduled_again_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "CENSUS_STEPS", 32)
-    monkeypatch.setattr(stalls, "STALLED_STEPS", 100)
-    monkeypatch.setattr(stalls, "STEPS_SECONDS", 0)
+    monkeypatch.setattr(engine_postings, "STALLED_STEPS", 100)
+    monkeypatch.setattr(engine_postings, "STEPS_SECONDS", 0)
 
     def scenario(attach: Attach) -> Driver:
         driver = decoding(attach)

@@ -28,11 +28,16 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED
-from kvledger.audit.ledger.kv_comparison import Found, KVComparison
-from kvledger.audit.ledger.kv_counts import KVEventCounts
-from kvledger.audit.ledger.kv_differences import CopyRemoved
-from kvledger.audit.ledger.kv_stream import kv_events
+from kvledger.audit.ledger.kv_events import (
+    CLEARED,
+    REMOVED,
+    STORED,
+    CopyRemoved,
+    Found,
+    KVComparison,
+    KVEventCounts,
+    kv_events,
+)
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.routed import routing

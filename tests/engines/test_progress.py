@@ -11,7 +11,7 @@ from tests.scenarios.matrix import observed
 
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
-from kvledger.audit.ledger.progress import IDLE_CALLS
+from kvledger.audit.ledger.engine_postings import IDLE_CALLS
 
 pytest.importorskip("vllm")
 

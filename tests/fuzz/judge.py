@@ -24,7 +24,7 @@ from tests.time_limits import TooLong, limited
 
 from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.ledger.statements import AccountStatement
+from kvledger.audit.ledger.account import AccountStatement
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.metrics.prometheus import AuditCollector

@@ -12,6 +12,7 @@ import pytest
 from tests.golden.outputs import PRINTED, corpora, outputs, unpacked
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("corpus", corpora())
 def test_commands_print_what_they_printed_before(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

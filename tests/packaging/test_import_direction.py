@@ -158,10 +158,7 @@ RULES = {
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
     "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.metric_list"), libraries=NONE),
-    "dashboards.rules": Rule(
-        ours=("audit.checks.kinds", "audit.checks.registry", "dashboards"), libraries=NONE
-    ),
-    "dashboards.preview": Rule(ours=("audit.errors", "dashboards", "exporters.templating"), libraries=NONE),
+    "dashboards.rules": Rule(ours=("dashboards",), libraries=frozenset({"yaml"})),
 }
 
 NOT_FROM = {

@@ -28,7 +28,6 @@ OTHERS = {
     "exporters/facts/dataset.py": "a folder of its own for one command",
     "exporters/files.py": "a file that the user names",
     "exporters/notebook.py": "a file that the user names",
-    "exporters/reports/pictures.py": "a file that the user names",
     "exporters/reports/repro.py": "a file that the user names",
     "exporters/reports/routing.py": "predictions that the user names",
     "exporters/sidecar/scrape.py": "an address",

@@ -21,13 +21,6 @@ def test_a_generated_file_is_up_to_date(name: str) -> None:
     assert FILES[name] == (ROOT / name).read_text(), "make docs"
 
 
-def test_every_file_of_the_dashboards_is_generated() -> None:
-    folder = ROOT / "dashboards/generated"
-    written = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file()}
-
-    assert {name for name in FILES if name.startswith("dashboards/")} == written
-
-
 def test_every_target_of_make_is_described() -> None:
     described = set(re.findall(r"`make ([a-z-]+)", TESTING)) | {"help", "demo", "lint", "clean"}
 

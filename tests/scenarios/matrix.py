@@ -15,7 +15,7 @@ from typing import Any
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.statements import AccountStatement, Settlement
+from kvledger.audit.ledger.account import AccountStatement, Settlement
 
 
 def main(names: list[str]) -> None:

@@ -25,7 +25,7 @@ from tests import journals
 from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar, wait_until
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
-from kvledger.dashboards import check, rules, tokens_board, trust_board
+from kvledger.dashboards import boards, check, rules
 from kvledger.exporters.metrics.metric_list import METRICS
 from kvledger.exporters.sidecar.compare_counters import WINDOW_SECONDS
 
@@ -36,15 +36,23 @@ SOURCES = "sum by (source) (kvledger_prompt_tokens_total)"
 SILENT = {"kvledger: Trust, Last findings"}
 """The table of findings is empty until there is a finding; the last test makes one."""
 
+
+def in_row(name: str, title: str) -> set[str]:
+    """The panels of a row of a board, as the check names them."""
+    board = boards.board(name)
+    (panels,) = [within for heading, within in boards.rows(board) if title == heading["title"]]
+    return {f"{board['title']}, {panel['title']}" for panel in panels}
+
+
 LEVEL_BLOCKS = {
-    *(f"{tokens_board.TITLE}, {panel.title}" for panel in tokens_board.BLOCKS.panels),
-    f"{tokens_board.TITLE}, Reused of what turns could have reused",
+    *in_row("tokens", "Blocks (engines that record at level blocks)"),
+    "kvledger: Tokens, Reused of what turns could have reused",
     "engine:kvledger_turn_prompt_tokens_hit:ratio_rate1h",
 }
-LEVEL_CONTENT = {f"{trust_board.TITLE}, {panel.title}" for panel in trust_board.CONTENTS.panels}
+LEVEL_CONTENT = in_row("trust", "Contents (engines that record at level content)")
 KV_EVENTS = {
-    *(f"{trust_board.TITLE}, {panel.title}" for panel in trust_board.KV_EVENTS.panels),
-    *(f"{tokens_board.TITLE}, {panel.title}" for panel in tokens_board.ROUTING.panels),
+    *in_row("trust", "KV events (engines that publish them, with a recording)"),
+    *in_row("tokens", "Routing: what KV events promised, and what requests found"),
 }
 """These panels have data of engines that record at these levels only; this one records tokens, and publishes
 no KV events."""
@@ -204,7 +212,7 @@ def test_every_difference_to_the_engines_counters_has_a_cause(deployment: Deploy
 def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
     """An alert that does not fire returns no data; Prometheus only has to accept its expression."""
     answers = list(check.ask(deployment.prometheus.address))
-    alerts = {alert.alert for alert in rules.ALERTS}
+    alerts = {rule["alert"] for rule in rules.rules() if "alert" in rule}
     empty = {answer.query.where for answer in answers if not answer.series}
 
     assert [] == [answer for answer in answers if answer.error]

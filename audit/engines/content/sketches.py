@@ -3,7 +3,7 @@
 Two computations of the same tokens differ by rounding, so they have different fingerprints. A sketch of a
 part of a block (the keys or the values of one layer) is its product with random vectors of 1 and -1, in
 fp32. The distance of two sketches is about the distance of the parts. The vectors come from the key of the
-fingerprints. The ledger compares the blocks with equal hashes (``audit/ledger/recomputed.py``).
+fingerprints. The ledger compares the blocks with equal hashes (``audit/ledger/content_postings.py``).
 
 The journal gets :data:`PROJECTIONS` numbers of four bytes for each part of a computed block.
 """

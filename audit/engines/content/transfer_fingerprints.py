@@ -4,7 +4,7 @@ A source is read after the forward pass, before the connector waits for its save
 the load has arrived: ``start_load_kv`` returned (a synchronous load), or ``get_finished`` or
 ``get_transfer_results`` named the request. Where another engine reads the blocks of a request after its last
 token, as with NIXL, they are read once they are full.
-The ledger joins both by the block's hash and compares them (``audit/ledger/transfer_fingerprints.py``).
+The ledger joins both by the block's hash and compares them (``audit/ledger/content_postings.py``).
 
 Only connectors whose reader lists whole blocks are observed; in an engine with several KV cache groups, only
 the groups of attention whose blocks it tells apart.

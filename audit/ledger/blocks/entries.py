@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .records import Holder, Operation
+from .pool import Holder, Operation
 
 
 class Collision(NamedTuple):
@@ -87,7 +87,7 @@ class ReadInvalid(NamedTuple):
     """A step reads positions that have no valid KV.
 
     These are ``tokens`` positions from ``start`` up and below ``end``. ``why``: of the first of them, see
-    :data:`~kvledger.audit.ledger.blocks.records.Lack`. ``filler``: the request that fills the first block.
+    :data:`~kvledger.audit.ledger.blocks.pool.Lack`. ``filler``: the request that fills the first block.
     ``step``: the step that reads them; -1: the one that was posted last.
     """
 

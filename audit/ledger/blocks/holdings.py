@@ -6,17 +6,18 @@ change both together. What an event means is in the other files of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any, Protocol, TypeAlias
+
+import msgspec
 
 from ... import events as ev
 from ...bounded_tables import keep_newest
-from ..account import Account
-from ..statements import CachedRange, GroupBlock
+from ..account import Account, CachedRange, GroupBlock
 from ..weights import Made, Weights
-from .demand import BlockDemand
 from .entries import BlockFinding, CachedContent, Collision, Subject
-from .records import (
+from .pool import (
     DEFERRED,
     PIN,
     TABLE,
@@ -32,8 +33,107 @@ from .records import (
     table_key,
 )
 
+# --- demand --------------------------------------------------------------------------------------------
+#
+# How many more blocks would have let preempted requests run on: the blocks in use, had they kept theirs.
+#
+# From its preemption to its next admission, a request counts with the blocks that it gave up and that no
+# other request holds. The pool would have been large enough for a request if it never had fewer blocks than
+# all requests count with during that time. A preempted request would also have grown and ended meanwhile,
+# which is not known.
+
+
+MOST_PERCENT = 1_000
+"""A pool that is larger than this is not considered."""
+
+
+class Released(msgspec.Struct):
+    """Blocks that a request gave up. ``shared``: those that another request still holds."""
+
+    free: int = 0
+    shared: set[int] = set()
+
+
+class Preempted(msgspec.Struct):
+    """A preempted request that waits, and the most blocks that were needed since it began to wait."""
+
+    kept: Released
+    most: int = 0
+
+
+class BlockDemand(msgspec.Struct):
+    """Follows one pool. It consists of plain data, so a checkpoint can hold it."""
+
+    step: int = -1
+    """The step of ``released``."""
+    released: dict[int, Released] = {}
+    """What requests gave up in the present step, by request."""
+    waiting: dict[int, Preempted] = {}
+    """Preempted requests that hold no block, by request."""
+    resumed: dict[int, int] = {}
+    """The most blocks that were needed, of preempted requests that hold blocks again, by request."""
+
+    def free(self, request: int, step: int, blocks: Sequence[int], references: Sequence[int]) -> None:
+        """A request gives blocks up, which have so many references left."""
+        if step != self.step:
+            self.step, self.released = step, {}
+        if self.waiting:
+            self._take_over([block for block, left in zip(blocks, references, strict=True) if not left])
+        mine = self.released.setdefault(request, Released())
+        mine.free += sum(not left for left in references)
+        mine.shared |= {block for block, left in zip(blocks, references, strict=True) if left}
+
+    def _take_over(self, blocks: Sequence[int]) -> None:
+        """Blocks lose their last holder: they count for the preempted request that shared them."""
+        for request in self.waiting.values():
+            taken = request.kept.shared.intersection(blocks)
+            request.kept.shared -= taken
+            request.kept.free += len(taken)
+
+    def preempt(self, request: int) -> None:
+        """A request was preempted, after it had given its blocks up."""
+        self.waiting[request] = Preempted(self.released.pop(request, Released()))
+
+    def known(self, request: int) -> bool:
+        """Whether a request was preempted and not admitted since."""
+        return request in self.waiting or request in self.resumed
+
+    def see(self, used: int) -> None:
+        """So many blocks are in use now."""
+        needed = used + sum(one.kept.free for one in self.waiting.values())
+        for one in self.waiting.values():
+            one.most = max(one.most, needed)
+
+    def hold(self, request: int, used: int) -> None:
+        """A preempted request gets blocks again, while so many are in use."""
+        self.see(used)
+        self.resumed[request] = self.waiting.pop(request).most
+
+    def end(self, request: int, blocks: int) -> int:
+        """A request is admitted again, or ends. Returns the percent by which a pool of ``blocks`` was too
+        small for it since it was preempted, rounded up; -1: it was not preempted, or it is not known."""
+        one = self.waiting.pop(request, None)
+        most = self.resumed.pop(request, -1) if one is None else one.most
+        if most < 0 or blocks <= 0:
+            return -1
+        percent = ceil(100 * max(1, most - blocks) / blocks)
+        return percent if percent <= MOST_PERCENT else -1
+
+    def forget(self) -> None:
+        """Events were lost."""
+        self.released, self.waiting, self.resumed = {}, {}, {}
+
+
+# --- holdings ------------------------------------------------------------------------------------------
+#
+# The state of the ledger of blocks, and the changes that keep its tables consistent.
+#
+# A holder is kept with its block and with its request, a hash with its block and with its pool; the methods
+# change both together. What an event means is in the other files of this folder.
+
+
 REMOVED_HASHES_KEPT = 2
-"""How many hashes that left the cache map are remembered, per block of the pool."""
+"""How many hashes that left the cache map are remembered at least, per block of the pool."""
 
 
 class Requests(Protocol):
@@ -113,7 +213,7 @@ class Holdings:
         self.preempted_cached: list[tuple[int, int, int, int]] = []
         """Cached blocks of preempted requests, which lack positions: pool, block, hash id, step."""
         self.hash_awaited: set[tuple[int, int]] = set()
-        """Blocks (pool, block) that were computed, and whose hash :mod:`..recomputed` waits for."""
+        """Blocks (pool, block) that were computed, and whose hash :mod:`..content_postings` waits for."""
         self.hash_arrived: list[tuple[int, int, int, int, str]] = []
         """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
         self.cached_before: list[tuple[int, CachedRange]] = []
@@ -132,6 +232,10 @@ class Holdings:
         """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
+        self.calls = 0
+        """How many calls have allocated blocks."""
+        self.removed_kept = 0
+        """How many hashes that left a cache map are remembered, if that is more than usual."""
         self.requests: Requests
         """The ledger of requests, which sets itself here."""
 
@@ -225,9 +329,10 @@ class Holdings:
                 del pool.hashes[hash_id]
                 pool.removed.pop(hash_id, None)
                 if how:
-                    since = cached.step, cached.request
-                    pool.removed[hash_id] = (since, step, UNKNOWN, how, request)
-                    keep_newest(pool.removed, REMOVED_HASHES_KEPT * pool.blocks)
+                    came = cached.step, cached.request
+                    pool.removed[hash_id] = (*came, step, UNKNOWN, how, request, self.calls)
+                    most = max(self.removed_kept, REMOVED_HASHES_KEPT * pool.blocks)
+                    pool.forgotten_hashes += len(keep_newest(pool.removed, most))
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
         record.isolation, record.wrong = None, []

@@ -14,16 +14,14 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from ... import events as ev
-from ..account import Account
-from ..life import Life
-from . import hashes, provenance, reads, rewrites, states, store, weights_of_blocks, windows
-from .engine_reports import ENGINE_REPORTS, report_unfreed
+from ..account import Account, Life
+from . import isolation, postings, reads, weights_of_blocks
 from .entries import BlockFinding
 from .holdings import Following, Holdings
-from .operations import OPERATIONS
-from .split_calls import calls
+from .pool import calls
+from .postings import ENGINE_REPORTS, OPERATIONS, report_unfreed
 
-_APPLYING = OPERATIONS | hashes.HASHES | ENGINE_REPORTS
+_APPLYING = OPERATIONS | postings.HASHES | ENGINE_REPORTS
 
 _SCHEDULING = {
     ev.LookedUp,
@@ -54,12 +52,12 @@ def _census(holdings: Holdings, event: ev.Census) -> None:
 
 _TABLES: tuple[Following, ...] = (
     {ev.Finished: _ends, ev.Census: _census},
-    store.FOLLOWING,
+    isolation.FOLLOWING,
     {ev.BlocksSaved: weights_of_blocks.saved},
-    rewrites.FOLLOWING,
-    reads.FOLLOWING,
-    windows.FOLLOWING,
-    states.FOLLOWING,
+    reads.OF_REWRITES,
+    reads.OF_READS,
+    reads.OF_WINDOWS,
+    reads.OF_STATES,
 )
 
 _FOLLOWING = {
@@ -94,9 +92,9 @@ class BlockLedger(Holdings):
         self.findings, self.invalid_hits = [], []
         kind = type(event)
         if self.newly_cached and kind not in _SCHEDULING:
-            hashes.check_pending(self)
+            postings.check_pending(self)
         if self.preempted_cached:
-            provenance.check_preempted(self)
+            reads.check_preempted(self)
         for follow in _FOLLOWING.get(kind, ()):
             follow(self, event)
         return self.findings
@@ -119,8 +117,8 @@ class BlockLedger(Holdings):
     def life_ends(self, account: Account, life: Life, cause: str) -> list[BlockFinding]:
         """A life ends; its account has the last counts. Return the subjects about its blocks."""
         self.findings = []
-        provenance.life_ends(self, account, life, cause)
-        windows.life_ends(self, account.request)
-        states.life_ends(self, account.request)
-        rewrites.life_ends(self, account.request)
+        reads.life_ends(self, account, life, cause)
+        reads.windows_end(self, account.request)
+        reads.states_end(self, account.request)
+        reads.rewrites_end(self, account.request)
         return self.findings

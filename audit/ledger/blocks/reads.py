@@ -1,38 +1,492 @@
 """The law of reads: every position that a step reads from a block of another life holds valid KV.
 
-A request reads the blocks that it hit at each of its steps. Steps run in the order in which they were
-scheduled, and a step writes before it reads, so KV that the step itself computes is valid. A state is read
-before it is written (:mod:`.states`). A hit is judged at the first step that reads it; it is judged again
-when a block that it uses loses KV. Then nothing can become wrong without an event, so a steady step costs
-nothing.
+In this order: what a block holds and what it lacks, states, blocks that left a window, the law itself, and
+the tokens that a session's next turn writes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from msgspec.structs import replace
 
 from ... import events as ev
 from ... import pool_calls
-from ..life import Life
-from . import states, weights_of_blocks
+from ...causes import BLOCKS, NEVER_LOADED, NOT_PLANNED, REPLAY, RESET
+from ..account import Account, Life
+from ..weights import BEFORE
+from . import weights_of_blocks
 from .entries import ReadInvalid, UncommittedHit
 from .holdings import Following, Holdings
-from .provenance import (
-    ABSENT,
-    EVERY,
-    FAILED,
-    TAINTED,
-    UNCOMMITTED,
-    UNFILLED,
-    USED_UNLOADED,
-    lacking,
-    lacks_of,
-    life_of,
-    report_promised,
+from .pool import (
+    TABLE,
+    UNKNOWN,
+    Absent,
+    Block,
+    Filled,
+    Holder,
+    Lack,
+    LifeLacks,
+    Pool,
+    Rewrite,
+    table_holders,
+    table_key,
 )
-from .records import TABLE, UNKNOWN, Block, Lack, Pool
+
+# --- provenance ----------------------------------------------------------------------------------------
+#
+# What a block holds: which life filled it, which positions of it have no valid KV, and why.
+#
+# A block that is allocated to a request is filled by the request's life: with the tokens that it computes,
+# from its local hit up to its computed count, and with those that are loaded for it. While the life lasts,
+# its account says how far that is, so a step costs nothing here. When the life ends, its blocks keep what
+# they lack. A block whose allocation was not observed has no such record: what it holds is not known.
+
+
+EVERY = 1 << 62
+"""Above every position."""
+
+SEQUENCE, PENDING, FAILED, UNFILLED = "sequence", "pending", "failed", "unfilled"
+TAINTED, LEFT, ABSENT, OVERWRITTEN = "tainted", "left", "absent", "overwritten"
+REWRITTEN, WITHDRAWN, IN_STEP = "rewritten", "withdrawn", "in_step"
+"""Why positions have no valid KV: the sequence had no such tokens; their load has not finished; their load
+failed; nothing computed them; they were computed from KV that was not valid; their block left the table;
+the table never had a block for them; a later step wrote its state over theirs;
+a later turn of a session wrote other tokens over them; the scheduler took the request out of the step that
+was to compute them; the step that reads their state writes it.
+See also :data:`USED_UNLOADED`."""
+
+HASHED_OTHERWISE = "hashed_otherwise"
+"""Why a cached block has the wrong KV: its hash is that of a block for other positions."""
+
+USED_UNLOADED = (NOT_PLANNED, NEVER_LOADED)
+"""Causes of lost external tokens that the engine does not know of, so that it uses the tokens."""
+
+UNCOMMITTED = (WITHDRAWN, IN_STEP)
+"""Why a cached block was hit too early: the step that writes it had not run, and may never run."""
+
+PROMISED = (PENDING, FAILED, UNFILLED, WITHDRAWN)
+"""What a cached block may lack although nothing else reports it."""
+
+
+def allocated(
+    holdings: Holdings, number: int, blocks: Iterable[int], holder: Holder, step: int
+) -> Filled | None:
+    """Blocks are allocated: the holder's life fills them from now on."""
+    if holder.request < 0:
+        return None
+    lacks = lacks_of(holdings, holder.request, holder.life)
+    if not lacks.blocks:
+        lacks.call, lacks.step = holdings.calls, step
+    lacks.blocks += [(number, block) for block in blocks]
+    return Filled(holder.request, holder.request_id, holder.life)
+
+
+def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:
+    """What is kept of a life that lasts; a new one if there is none yet."""
+    lacks = holdings.lives.get(request)
+    if lacks is None or lacks.life != life:
+        lacks = holdings.lives[request] = LifeLacks(life)
+    return lacks
+
+
+def life_of(holdings: Holdings, request: int) -> Life | None:
+    """The present life of a request; None if it has none."""
+    account = holdings.account(request)
+    return account.life if account is not None else None
+
+
+def placed(pool: Pool, record: Block, group: int, end: int) -> None:
+    """A block is cached for positions below ``end``, from which its own positions follow."""
+    known = pool.groups.get(group)
+    size = known[0] if known is not None else max((size for size, _ in pool.groups.values()), default=0)
+    record.begin = (end - 1) // size * size if size > 0 else end
+    record.room_end = record.begin + size
+    record.of_state = group in pool.states
+
+
+def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -> list[Lack]:
+    """The positions of [start, end) in a block that have no valid KV, as far as known, in order."""
+    record = holdings.pools[number].records[block]
+    lacks: list[Lack] = []
+    if record.filled is not None:
+        known = record.filled.lacks
+        lacks += _of_life(holdings, number, block, record, record.filled) if known is None else known
+    lacks += record.wrong
+    return _clipped(lacks, max(start, _first(record)), min(end, record.room_end)) if lacks else lacks
+
+
+def _first(record: Block) -> int:
+    """The first position for which a cached block stands."""
+    return 0 if record.of_state else record.begin
+
+
+def _clipped(lacks: Iterable[Lack], start: int, end: int) -> list[Lack]:
+    """The parts of ``lacks`` in [start, end), sorted, each position once."""
+    clipped: list[Lack] = []
+    for low, high, why in sorted(lacks):
+        low, high = max(low, start), min(high, end)
+        if low < high:
+            clipped.append((low, high, why))
+            start = high
+    return clipped
+
+
+def _of_life(holdings: Holdings, number: int, block: int, record: Block, filled: Filled) -> Iterator[Lack]:
+    """What a life that lasts has not filled."""
+    account = holdings.account(filled.request)
+    life = account.life if account is not None else None
+    if account is not None and account.unknown is None and life is not None and life.number == filled.life:
+        yield from _life_lacks(holdings, account, life, (number, block), record.room_end)
+
+
+def _life_lacks(
+    holdings: Holdings, account: Account, life: Life, block: tuple[int, int], room_end: int
+) -> Iterator[Lack]:
+    """What the life of an account has not filled of one of its blocks."""
+    lacks = holdings.lives.get(account.request, LifeLacks(life.number))
+    waits = life.asynchronous and life.pending and not life.ran
+    loaded = 0 <= room_end <= lacks.loaded_end and block not in lacks.failed
+    if waits:
+        yield life.local, EVERY, PENDING
+    elif life.invalid_from >= 0 and not loaded:
+        yield account.computed, EVERY, FAILED
+    elif life.invalid_from < 0:
+        yield max(account.computed, life.kept_end), EVERY, UNFILLED
+    yield from lacks.never_loaded
+    if lacks.tainted_from >= 0:
+        yield lacks.tainted_from, EVERY, TAINTED
+
+
+def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> None:
+    """A life ends: its blocks keep what they lack. Report those that stay in the cache all the same."""
+    lacks = holdings.lives.get(account.request)
+    if lacks is None or lacks.life != life.number:
+        return
+    known = account.unknown is None
+    withdrawn = cause == BLOCKS and account.computed > life.local + max(0, life.external)
+    of_any = list(_ended(_life_lacks(holdings, account, life, (UNKNOWN, UNKNOWN), UNKNOWN), withdrawn))
+    filled_below = min((low for low, _, _ in of_any), default=EVERY)
+    whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
+    unplaced = replace(whole, lacks=of_any)
+    uncached = Filled(account.request, account.request_id, life.number, None, life.made or [BEFORE])
+    for number, block in lacks.blocks:
+        record = holdings.pools[number].records[block]
+        filled = record.filled
+        if filled is None or filled.lacks is not None or filled.request != account.request:
+            continue
+        if not known:
+            record.filled = None
+            continue
+        if record.begin < 0:  # its positions are known if it is cached later
+            in_part = lacks.loaded_end >= 0 and (number, block) not in lacks.failed
+            record.filled = uncached if in_part else unplaced
+            continue
+        if record.room_end <= filled_below:
+            record.filled = whole
+            continue
+        of_block = _life_lacks(holdings, account, life, (number, block), record.room_end)
+        left = _clipped(_ended(of_block, withdrawn), _first(record), record.room_end)
+        record.filled = replace(whole, lacks=left)
+        if left and record.has_hash == 1 and record.cached_for == account.request and cause != RESET:
+            if cause == BLOCKS:  # the request that it was preempted for takes its last blocks at once
+                step = record.operations[-1].step if record.operations else UNKNOWN
+                holdings.preempted_cached.append((number, block, record.hash_ids[-1], step))
+            else:
+                report_promised(holdings, number, block, record)
+    del holdings.lives[account.request]
+
+
+def _ended(lacks: Iterable[Lack], withdrawn: bool) -> Iterator[Lack]:
+    """What a life has not filled when it ends.
+
+    A block is cached when its step is scheduled. ``withdrawn``: what a preempted life did not compute was the
+    work of the step that was being scheduled, and no worker gets it.
+    """
+    for start, end, why in lacks:
+        yield start, end, WITHDRAWN if withdrawn and why == UNFILLED else why
+
+
+def check_preempted(holdings: Holdings) -> None:
+    """Report blocks of preempted requests that lack positions and are still cached after the step."""
+    left, holdings.preempted_cached = holdings.preempted_cached, []
+    for number, block, hash_id, step in left:
+        record = holdings.pools[number].records[block]
+        if hash_id in record.hash_ids:
+            if step > holdings.requests.posted_step:
+                holdings.preempted_cached.append((number, block, hash_id, step))
+            else:
+                report_promised(holdings, number, block, record)
+
+
+def report_promised(holdings: Holdings, number: int, block: int, record: Block) -> None:
+    """Report a cached block that lacks positions that its hash stands for, and that nothing will fill."""
+    for low, _, why in lacking(holdings, number, block, record.begin, record.end):
+        if why in PROMISED:
+            holdings.report_cached(why, record.writer, number, block, record.end, low, record.cached_for)
+            return
+
+
+# --- states --------------------------------------------------------------------------------------------
+#
+# The law of reads for groups of states: a step begins where the state that it reads ends.
+#
+# A state is one checkpoint of a whole prefix, in the block of the prefix's last position, and the steps of a
+# request write it over one another. So a step that begins lower than the step before it ended, in the same
+# block, reads a state with tokens that are not before it. In another block it reads the same state if the
+# worker remembers where the last step left it, as the V1 model runner does. The V2 runner looks into the
+# block before the step's first position, whose state may be of any step: that is not judged.
+#
+# A step reads a state before it writes one, so a state that another request hit in the step that writes it
+# is not there yet. In later steps it is, also before the output of that step: workers run steps in order.
+#
+# A request that rejects drafts keeps the state of each draft, and goes on from the last accepted one. Of a
+# step in flight with drafts only one token counts here, because the others may be rejected.
+
+
+def _rolled_back(holdings: Holdings, event: ev.RolledBack) -> None:
+    if event.cause != REPLAY and any(pool.states for pool in holdings.pools.values()):
+        account = holdings.account(event.request)
+        end = max(_state_end(event, account), holdings.state_ends.get(event.request, 0))
+        holdings.state_ends[event.request] = end
+
+
+def _stepped(holdings: Holdings, event: ev.Stepped) -> None:
+    for request in list(holdings.state_ends):
+        if holdings.requests.scheduled(request):
+            _judge_state(holdings, request, holdings.state_ends.pop(request), holdings.requests.posted_step)
+
+
+def _state_end(event: ev.RolledBack, account: Account | None) -> int:
+    """Where the last state surely ends when a request is rolled back.
+
+    Where the count falls, what is in flight lies above it. Where it stays, as before 0.31.0, it counts that.
+    """
+    flights = [each for each in account.in_flight if each.life is account.life] if account is not None else []
+    least = event.before_tokens - sum(flight.drafts for flight in flights)
+    if event.computed_tokens < event.before_tokens:
+        least = max(least, event.computed_tokens + bool(flights))
+    return least
+
+
+def _judge_state(holdings: Holdings, request: int, end: int, step: int) -> None:
+    """A request whose last state ends at position ``end`` has been scheduled again."""
+    account = holdings.account(request)
+    if account is None or account.unknown is not None or not account.in_flight:
+        return
+    flight = account.in_flight[-1]
+    lacks = lacks_of(holdings, request, flight.life.number)
+    for number, pool in holdings.pools.items():
+        for group in pool.states:
+            size = pool.groups[group][0]
+            own = [
+                block
+                for pool_no, block in lacks.blocks
+                if pool_no == number and table_key(request, group) in pool.records[block].holders
+            ]
+            same_block = (flight.start - 1) // size == (end - 1) // size
+            same_state = same_block or (account.resumable and holdings.keeps_state_places)
+            if own and 0 < flight.start < end and same_state:
+                story, whose = holdings.story(number, own[-1]), account.request_id
+                row = number, own[-1:], end - flight.start, flight.start, end
+                holdings.report(ReadInvalid(*row, whose, OVERWRITTEN, story, step), request)
+                lacks.tainted_from = flight.start
+                return
+
+
+def written_in_step(holdings: Holdings, number: int, block: int, reader: int, end: int) -> list[Lack]:
+    """The positions below ``end`` that the last posted step computes for a state which it reads."""
+    pool = holdings.pools[number]
+    record = pool.records[block]
+    groups = [h.group for h in table_holders(holdings.pools[number], record, reader)]
+    filled = record.filled
+    if not any(group in pool.states for group in groups) or filled is None or filled.request == reader:
+        return []
+    writer, life = holdings.account(filled.request), life_of(holdings, filled.request)
+    if writer is None or writer.unknown is not None or life is None or life.number != filled.life:
+        return []
+    if not holdings.requests.scheduled(filled.request) or not writer.in_flight:
+        return []
+    start, end = writer.in_flight[-1].start, min(end, record.room_end)
+    return [(start, end, IN_STEP)] if start < end <= writer.computed else []
+
+
+def states_end(holdings: Holdings, request: int) -> None:
+    """A life ends: its states are gone."""
+    holdings.state_ends.pop(request, None)
+
+
+OF_STATES: Following = {ev.RolledBack: _rolled_back, ev.Stepped: _stepped}
+
+
+# --- windows -------------------------------------------------------------------------------------------
+#
+# The law of reads for groups with windows: the table has the blocks of the window of each step.
+#
+# A token reads the positions of its window. A table begins above the positions for which an admission put
+# the null block, and it loses a block when the window has left the block. No step may begin so low that its
+# window has positions below the table. A step's first position is known when the step is posted. It is known
+# only later where the engine schedules a step before the drafts of the last one are rejected: the step
+# begins as many positions lower. A step is judged when its request runs on, because an engine may also trim
+# the table of a request that has just ended.
+
+
+OF_WHOLE_TABLES = ("free", "free_blocks")
+"""Calls of the engine that free the whole table of a request: its life ends."""
+
+
+def left_window(
+    holdings: Holdings,
+    event: pool_calls.BlocksFreed,
+    pool: Pool,
+    block: int,
+    record: Block,
+    holder: Holder,
+) -> None:
+    """A reference to a block was freed: note the positions that left the table of a group with windows.
+
+    Nothing is noted of a block that is in another table of the request, whose positions it may have.
+    """
+    windowed = holder.kind == TABLE and holder.group in pool.windows and record.begin >= 0
+    if not windowed or event.by in OF_WHOLE_TABLES:
+        return
+    if all(other.request != holder.request for other in record.holders.values()):
+        left = Absent(holder.life, record.room_end, block)
+        holdings.leaving.append((event.step, holder.request, event.pool, holder.group, left))
+
+
+def _delivered(holdings: Holdings, event: ev.Delivered | ev.DeliveredWhole) -> None:
+    for request in holdings.left:
+        account = holdings.account(request)
+        if account is not None and account.drafted and account.in_flight:
+            _begins(holdings, request, account.in_flight[-1].start, holdings.requests.posted_step)
+
+
+def _window_after_failure(holdings: Holdings, event: ev.LoadFailed) -> None:
+    account = holdings.account(event.request)
+    if account is not None:
+        _begins(holdings, event.request, account.computed, holdings.requests.posted_step + 1)
+
+
+def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
+    """A life begins: note where its tables begin in groups with windows.
+
+    Its hits end with the local tokens. Its own blocks end with the load, or with the slots of its first step.
+    """
+    account = holdings.account(event.request)
+    if account is None or account.life is None:
+        return
+    if any(times > 1 for times in holdings.held.get(event.request, {}).values()):
+        return  # a block is in two of its tables, so whose part of them it fills is not known
+    life, lacks = account.life, holdings.lives.get(event.request)
+    filled = set(lacks.blocks) if lacks is not None else set()
+    for number, pool in holdings.pools.items():
+        for group in pool.windows:
+            in_table = [
+                (pool_no, block) in filled
+                for pool_no, block in holdings.held.get(event.request, ())
+                if pool_no == number
+                for holder in table_holders(pool, pool.records[block], event.request)
+                if holder.group == group
+            ]
+            size, own = pool.groups[group][0], sum(in_table)
+            hits = len(in_table) - own
+            end = -own * size
+            if hits or life.asynchronous:
+                known = life.local if hits else life.local + max(0, life.external)
+                end = (-(-known // size) - (hits or own)) * size
+            absent = Absent(life.number, end, pool.null_block)
+            holdings.leaving.append((event.step, event.request, number, group, absent))
+
+
+def _begins(holdings: Holdings, request: int, start: int, step: int) -> None:
+    """A step of a request begins at position ``start``."""
+    holdings.begun[request] = min((start, step), holdings.begun.get(request, (start, step)))
+
+
+def _windows_of_steps(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+    if not holdings.begun and not holdings.leaving:
+        return
+    step, scheduled = holdings.requests.posted_step, holdings.requests.scheduled
+    repeated = isinstance(event, ev.Repeated)
+    begun, holdings.begun = holdings.begun, {}
+    for request, (start, of_step) in begun.items():
+        if scheduled(request):
+            for place in list(holdings.left.get(request, ())):
+                _judge_window(holdings, request, place, start, of_step)
+        elif holdings.account(request) is not None:
+            holdings.begun[request] = start, of_step
+    leaving, holdings.leaving = holdings.leaving, []
+    for row in leaving:
+        of_step, request, pool, group, left = row
+        account = holdings.account(request)
+        if of_step > step or (account is not None and scheduled(request) is None):
+            holdings.leaving.append(row)
+        elif account is not None and account.life is not None and account.life.number == left.life:
+            tokens, drafts = scheduled(request) or (0, 0)
+            computed = account.sampled if drafts else tokens
+            start = account.in_flight[-1].start if account.in_flight else account.computed - computed
+            admitted = left.block == holdings.pools[pool].null_block
+            if admitted and account.life.rolled_back.get(REPLAY):
+                continue  # the step computes the window anew, from its first position on
+            if admitted and left.end < 0:
+                size = holdings.pools[pool].groups[group][0]
+                left.end += -(-(start + tokens) // size) * size
+            of_request = holdings.left.setdefault(request, {})
+            of_request[pool, group] = max(
+                left, of_request.get((pool, group), left), key=lambda each: each.end
+            )
+            if repeated and step > of_step:
+                _judge_window(holdings, request, (pool, group), start - (step - of_step) * computed, of_step)
+            elif admitted:
+                _judge_window(holdings, request, (pool, group), start, step)
+            else:
+                _begins(holdings, request, start, step)
+
+
+def _judge_window(holdings: Holdings, request: int, place: tuple[int, int], start: int, step: int) -> None:
+    """A step of the request begins at position ``start``: its window must be in the table."""
+    left, account, pool = holdings.left[request][place], holdings.account(request), holdings.pools[place[0]]
+    if account is None or account.unknown is not None or place[1] not in pool.windows:
+        return
+    low = pool.windows[place[1]].first_read(start)
+    if low < left.end:
+        absent = left.block == pool.null_block
+        story = [] if absent else holdings.story(place[0], left.block)
+        why, whose = ABSENT if absent else LEFT, account.request_id
+        tokens = left.end - low
+        subject = ReadInvalid(place[0], [left.block], tokens, low, left.end, whose, why, story, step)
+        holdings.report(subject, request)
+        lacks_of(holdings, request, left.life).tainted_from = start
+        del holdings.left[request][place]
+
+
+def windows_end(holdings: Holdings, request: int) -> None:
+    """A life ends: its tables are gone."""
+    holdings.left.pop(request, None)
+    holdings.begun.pop(request, None)
+
+
+OF_WINDOWS: Following = {
+    ev.Stepped: _windows_of_steps,
+    ev.Repeated: _windows_of_steps,
+    ev.Admitted: _admitted,
+    ev.Delivered: _delivered,
+    ev.DeliveredWhole: _delivered,
+    ev.LoadFailed: _window_after_failure,
+}
+
+
+# --- reads ---------------------------------------------------------------------------------------------
+#
+# The law of reads: every position that a step reads from a block of another life holds valid KV.
+#
+# A request reads the blocks that it hit at each of its steps. Steps run in the order in which they were
+# scheduled, and a step writes before it reads, so KV that the step itself computes is valid. A state is read
+# before it is written (see states above). A hit is judged at the first step that reads it; it is judged again
+# when a block that it uses loses KV. Then nothing can become wrong without an event, so a steady step costs
+# nothing.
+
 
 Reads = dict[tuple[int, int], list[Lack]]
 """What a request reads without valid KV, by pool and block."""
@@ -196,7 +650,7 @@ def _readers(holdings: Holdings, number: int, block: int) -> list[int]:
     return [h.request for h in record.holders.values() if h.kind == TABLE and h.request != filler]
 
 
-def _steps_posted(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+def _reads_of_steps(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
     """Judge the reads that the steps posted up to now are the first to make.
 
     A pool's calls are emitted before the steps that were held back, so a hit may be one of a later step.
@@ -249,7 +703,7 @@ def _read(
     if in_table(holdings, number, block, request):
         lacks = lacking(holdings, number, block, 0, end)
         if not lacks and holdings.pools[number].states:
-            lacks = states.written_in_step(holdings, number, block, request, end)
+            lacks = written_in_step(holdings, number, block, request, end)
         if lacks:
             reads.setdefault(request, {})[number, block] = lacks
 
@@ -274,9 +728,74 @@ def _report(holdings: Holdings, request: int, reads: Reads, kind: type[ReadInval
     lacks.tainted_from = account.in_flight[-1].start if account.in_flight else account.computed
 
 
-FOLLOWING: Following = {
+OF_READS: Following = {
     ev.LoadFailed: _load_failed,
     ev.Admitted: admitted,
-    ev.Stepped: _steps_posted,
-    ev.Repeated: _steps_posted,
+    ev.Stepped: _reads_of_steps,
+    ev.Repeated: _reads_of_steps,
+}
+
+
+# --- rewrites ------------------------------------------------------------------------------------------
+#
+# The law of reads after a session's turn: the next turn's tokens are written over those that were given up.
+#
+# The next chunk of a session begins at some position, and the KV below it stays. A cached block of the
+# session that ends above this position stands for tokens that the sequence no longer has. It holds their KV
+# until a step writes into it: then every request that has hit the block, or hits it later, reads KV of other
+# tokens.
+
+
+def _rewrites_of_steps(holdings: Holdings, event: ev.Stepped | ev.Repeated) -> None:
+    for request in list(holdings.rewrites):
+        if holdings.requests.scheduled(request):
+            _written(holdings, request, holdings.rewrites.pop(request), isinstance(event, ev.Repeated))
+
+
+def _extended(holdings: Holdings, event: ev.Extended) -> None:
+    """The next chunk of a session begins: note the cached blocks that stand for tokens which it replaces."""
+    lacks, account = holdings.lives.get(event.request), holdings.account(event.request)
+    if lacks is None or account is None or account.unknown is not None or event.computed_tokens < 0:
+        return
+    blocks = []
+    for number, block in lacks.blocks:
+        record = holdings.pools[number].records[block]
+        own = record.hash_ids and record.cached_for == event.request and record.end > event.computed_tokens
+        if own and in_table(holdings, number, block, event.request):
+            blocks.append((number, block, record.hash_ids[-1]))
+    if blocks:
+        holdings.rewrites[event.request] = Rewrite(event.computed_tokens, blocks)
+
+
+def _written(holdings: Holdings, request: int, rewrite: Rewrite, repeated: bool) -> None:
+    """A step of the session was scheduled: note into which of the blocks it writes."""
+    account, left = holdings.account(request), []
+    if account is None or account.unknown is not None:
+        return
+    for number, block, hash_id in rewrite.blocks:
+        pool = holdings.pools[number]
+        record = pool.records[block]
+        if hash_id not in record.hash_ids or not in_table(holdings, number, block, request):
+            continue
+        groups = [h.group for h in table_holders(pool, record, request)]
+        # A step leaves one state, in the block of its last position.
+        passed = groups[0] in pool.states and not repeated and account.computed > record.room_end
+        if record.begin < account.computed and not passed:
+            record.wrong = [(rewrite.begin, record.end, REWRITTEN)]
+            expose(holdings, number, block)
+        elif record.begin >= account.computed:
+            left.append((number, block, hash_id))
+    if left:
+        holdings.rewrites[request] = Rewrite(rewrite.begin, left)
+
+
+def rewrites_end(holdings: Holdings, request: int) -> None:
+    """A life ends: no step of it writes any more."""
+    holdings.rewrites.pop(request, None)
+
+
+OF_REWRITES: Following = {
+    ev.Extended: _extended,
+    ev.Stepped: _rewrites_of_steps,
+    ev.Repeated: _rewrites_of_steps,
 }

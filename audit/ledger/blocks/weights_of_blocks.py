@@ -13,7 +13,7 @@ from ... import pool_calls
 from ...bounded_tables import keep_newest
 from ..weights import BEFORE, UNKNOWN, Made, extend, oldest_of_all, spans
 from .holdings import HitBlock, Holdings
-from .records import Block
+from .pool import Block
 
 NOT_KNOWN = UNKNOWN, UNKNOWN
 

@@ -35,8 +35,7 @@ from kvledger.audit.analysis.routing import (
     row_of,
 )
 from kvledger.audit.causes import WINDOW
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, Change
-from kvledger.audit.ledger.kv_stream import kv_events
+from kvledger.audit.ledger.kv_events import CLEARED, REMOVED, STORED, Change, kv_events
 from kvledger.audit.replay.routed import asked_in_order
 
 SIZE = 16

@@ -30,8 +30,8 @@ from kvledger.audit.events import (
     Preempted,
     Stepped,
 )
+from kvledger.audit.ledger.account import Life
 from kvledger.audit.ledger.ledger import Ledger
-from kvledger.audit.ledger.life import Life
 
 BLOCK = 16
 A, B = 101, 102

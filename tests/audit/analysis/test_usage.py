@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit.analysis.usage import CallIndex, Told, Usage, differences, reconcile
-from kvledger.audit.ledger.account import Account
-from kvledger.audit.ledger.statements import AccountStatement, Settlement
+from kvledger.audit.ledger.account import Account, AccountStatement, Settlement
 
 PROMPT = 100
 

@@ -11,7 +11,7 @@ from kvledger.audit.events import (
     PoolSeen,
     Stepped,
 )
-from kvledger.audit.ledger.cache_changes import REMOVED, STORED
+from kvledger.audit.ledger.kv_events import REMOVED, STORED
 
 BEGAN = 1000.0
 """Unix time of the engine's start."""

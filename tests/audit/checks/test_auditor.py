@@ -35,7 +35,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.ledger import POSTINGS
-from kvledger.audit.ledger.sums import ERRORS_KEPT, OTHER_ERRORS
+from kvledger.audit.ledger.ledger_state import ERRORS_KEPT, OTHER_ERRORS
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
 STALE = altered(events(100, "A64+0 s36 o+ F"), LookedUp, step=0)

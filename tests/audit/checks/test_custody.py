@@ -19,7 +19,7 @@ from kvledger.audit.events import (
     RequestAdded,
     Stepped,
 )
-from kvledger.audit.ledger.transfer_fingerprints import differences
+from kvledger.audit.ledger.content_postings import differences
 from kvledger.audit.pool_calls import BlocksAllocated
 
 violates = pytest.mark.violates

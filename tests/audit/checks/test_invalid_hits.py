@@ -13,7 +13,7 @@ from tests.scenarios.registry import HYBRID, Attach
 from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
 
 from kvledger.audit.events import BlocksCached, Finished
-from kvledger.audit.ledger.statements import Settlement
+from kvledger.audit.ledger.account import Settlement
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

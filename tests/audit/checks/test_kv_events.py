@@ -24,10 +24,15 @@ from tests.audit.checks.kv_histories import (
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, Gap, KVEventsReceived
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED, CacheChanges
 from kvledger.audit.ledger.entries import Entry
-from kvledger.audit.ledger.kv_comparison import KVComparison
-from kvledger.audit.ledger.kv_counts import KVEventCounts
+from kvledger.audit.ledger.kv_events import (
+    CLEARED,
+    REMOVED,
+    STORED,
+    CacheChanges,
+    KVComparison,
+    KVEventCounts,
+)
 
 violates, near_miss = pytest.mark.violates, pytest.mark.near_miss
 

@@ -25,11 +25,9 @@ from tests.audit.checks.test_kv_events import found as found_whole
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, KVEventsReceived
-from kvledger.audit.ledger import kv_comparison
-from kvledger.audit.ledger.cache_changes import CLEARED, REMOVED, STORED
+from kvledger.audit.ledger import kv_events
 from kvledger.audit.ledger.entries import Entry
-from kvledger.audit.ledger.kv_comparison import KVComparison
-from kvledger.audit.ledger.kv_counts import KVEventCounts
+from kvledger.audit.ledger.kv_events import CLEARED, REMOVED, STORED, KVComparison, KVEventCounts
 
 
 class Live:
@@ -158,7 +156,7 @@ def test_the_last_changes_after_a_lost_one_of_the_same_content_are_compared() ->
 def test_batches_that_come_within_the_horizon_are_not_lost() -> None:
     live = Live()
 
-    assert [] == live.run(STREAM, late=kv_comparison.HORIZON_SECONDS - 5, ended=False)
+    assert [] == live.run(STREAM, late=kv_events.HORIZON_SECONDS - 5, ended=False)
     assert (0, 6) == (live.counts.gaps, live.counts.agreed)
 
 
@@ -188,7 +186,7 @@ def test_only_what_has_no_counterpart_yet_is_kept() -> None:
 
 
 def test_an_engine_without_a_recording_keeps_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_comparison, "MOST", 3)
+    monkeypatch.setattr(kv_events, "MOST", 3)
     live = Live()
 
     assert [] == live.run(STREAM[5:], [*CACHE[:5]], end=90, ended=False)

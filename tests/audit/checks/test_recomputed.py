@@ -14,8 +14,8 @@ from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
 
 from kvledger.audit.engines.content.options import SKETCH
 from kvledger.audit.entry.attach import LiveAudit
-from kvledger.audit.ledger.recomputed import APART, THRESHOLD, distance
-from kvledger.audit.ledger.sketch_state import DIGITS_KEPT, Computation, SketchState
+from kvledger.audit.ledger.content_postings import APART, THRESHOLD, distance
+from kvledger.audit.ledger.ledger_state import DIGITS_KEPT, Computation, SketchState
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -23,8 +23,13 @@ from kvledger.audit.events import (
     RolledBack,
     Stepped,
 )
-from kvledger.audit.ledger.progress import IDLE_CALLS, LIVELOCKED_STEPS
-from kvledger.audit.ledger.stalls import STALLED_SECONDS, STALLED_STEPS, STEPS_SECONDS
+from kvledger.audit.ledger.engine_postings import (
+    IDLE_CALLS,
+    LIVELOCKED_STEPS,
+    STALLED_SECONDS,
+    STALLED_STEPS,
+    STEPS_SECONDS,
+)
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

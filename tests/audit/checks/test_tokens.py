@@ -40,9 +40,8 @@ from kvledger.audit.events import (
     RolledBack,
     Stepped,
 )
-from kvledger.audit.ledger.account import Account
+from kvledger.audit.ledger.account import Account, Settlement
 from kvledger.audit.ledger.entries import Entry
-from kvledger.audit.ledger.statements import Settlement
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

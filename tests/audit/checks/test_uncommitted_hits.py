@@ -9,7 +9,7 @@ from tests.audit.checks.watched import Watched, manager
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.withdrawn import STATES
 
-from kvledger.audit.ledger.statements import Settlement
+from kvledger.audit.ledger.account import Settlement
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

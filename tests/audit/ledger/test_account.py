@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.audit.ledger.position_ranges import COMPUTED, EXTERNAL, PositionRanges
+from kvledger.audit.ledger.account import COMPUTED, EXTERNAL, PositionRanges
 
 
 def test_external_tokens_of_one_life_are_withdrawn_by_position():

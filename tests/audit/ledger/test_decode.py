@@ -6,7 +6,7 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
-from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.ledger.blocks.pool import calls
 
 AT, STEP, POOL = 9, 4, 1
 POOL_CODE = 8 * POOL

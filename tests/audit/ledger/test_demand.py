@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.audit.ledger.blocks.demand import MOST_PERCENT, BlockDemand
+from kvledger.audit.ledger.blocks.holdings import MOST_PERCENT, BlockDemand
 
 POOL = 10
 

@@ -190,22 +190,25 @@ ADMITTED = 10
 
 
 def history(
-    *, taken_at: int = -1, back_at: int = -1, taken_by: int = 1, group_kind: int = 2, resumable: bool = False
+    *,
+    taken_at: int = -1,
+    back_at: int = -1,
+    taken_by: int = 1,
+    group_kind: int = 2,
+    resumable: bool = False,
+    allocated_at: int = 20,
 ) -> Account:
     """Block 1 is cached as h0 for request 0 in step 1, and allocated to another in step ``taken_at``, if any.
 
     Request 3 caches another block as h0 in step ``back_at``, if any. Request 2, of 20 tokens, is admitted in
-    step 10 without a hit, and caches one more in step 20. Step n is at n microseconds.
+    step 10 without a hit, and caches one more in step 20, which it got in step ``allocated_at``. Step n is at
+    n microseconds.
     """
     seen: list[Event] = [
         PoolSeen(0, 0, 0, 8, 0, 7, 0, [0, BLOCK, group_kind]),
         RequestAdded(ADMITTED, 2, "two", 20, resumable=resumable),
         Admitted(ADMITTED, 2, ADMITTED, False, 0, 0, False, 0),
         Stepped(ADMITTED, ADMITTED, [2, 20, 0, 20], []),
-        BlocksAllocated(20, 20, 0, "allocate", [2, 0, 1, 3]),
-        BlocksCached(20, 20, 0, [2, 0, 20, 1, 3, 0, 16]),
-        Delivered(20, [2, 1], []),
-        Finished(20, 2, "stopped", -1, -1, -1, -1, -1),
     ]
     if taken_at >= 0:
         seen.append(BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 1]))
@@ -214,6 +217,9 @@ def history(
     if back_at >= 0:
         seen.append(BlocksAllocated(back_at, back_at, 0, "allocate", [3, 0, 1, 2]))
         seen.append(BlocksCached(back_at, back_at, 0, [3, 0, 20, 1, 2, 0, 16]))
+    seen.append(BlocksAllocated(allocated_at, allocated_at, 0, "allocate", [2, 0, 1, 3]))
+    seen.append(BlocksCached(20, 20, 0, [2, 0, 20, 1, 3, 0, 16]))
+    seen += [Delivered(20, [2, 1], []), Finished(20, 2, "stopped", -1, -1, -1, -1, -1)]
     auditor = Auditor(keep_closed=True)
     auditor.feed_all(sorted(seen, key=lambda event: event.at))
     return next(account for account in auditor.ledger.accounts() if account.request == 2)
@@ -233,8 +239,13 @@ def test_block_allocated_after_the_admission_does_not_explain_the_miss() -> None
 
 
 def test_block_allocated_in_the_step_of_the_admission_does_not_explain_the_miss() -> None:
-    """The events of one step do not show whether the allocation came before the lookup."""
+    """Nothing shows whether the allocation came before the lookup: the request got no block in this step."""
     assert NOT_KNOWN == causes(history(taken_at=ADMITTED))
+
+
+def test_block_allocated_in_the_step_of_the_admission_by_an_earlier_call_was_evicted() -> None:
+    """The scheduler looks a request up after it has allocated blocks to those before it."""
+    assert EVICTED == causes(history(taken_at=ADMITTED, allocated_at=ADMITTED))
 
 
 def test_block_that_the_request_itself_took_was_cached_at_its_admission() -> None:

@@ -12,8 +12,8 @@ from tests.histories import GOLDEN, Golden, compressed, weave
 
 from kvledger.audit.events import Event
 from kvledger.audit.ledger.account import Account
+from kvledger.audit.ledger.clocks import DECODE_PLACE, PREFILL_PLACE
 from kvledger.audit.ledger.ledger import Ledger
-from kvledger.audit.ledger.token_times import DECODE_PLACE, PREFILL_PLACE
 
 
 def accounts(stream: Iterable[Event]) -> dict[int, Account]:

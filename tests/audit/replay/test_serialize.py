@@ -48,7 +48,7 @@ NOT_CARRIED = {
     },
     Auditor: {"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"},
     Ledger: {"keep_closed", "watch", "counted", "wanted", "entries"},
-    BlockLedger: {"findings", "requests", "refilled"},
+    BlockLedger: {"findings", "requests", "removed_kept", "refilled"},
     RecordedEvents: {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"},
     RecentCounts: {"_changes", "_dropped", "_order"},
 }

@@ -33,7 +33,7 @@ from kvledger.audit.events import (
     PoolCalls,
     PoolSeen,
 )
-from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.ledger.blocks.pool import calls
 from kvledger.audit.pool_calls import BlocksAllocated
 
 ROOT = Path(__file__).parents[3]

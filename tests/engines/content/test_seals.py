@@ -17,7 +17,7 @@ from kvledger.audit.engines.content.fingerprint import Fingerprints  # noqa: E40
 from kvledger.audit.engines.content.part_fingerprints import PartPrints  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
 from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches, SketchWatch  # noqa: E402
-from kvledger.audit.ledger.recomputed import distances  # noqa: E402
+from kvledger.audit.ledger.content_postings import distances  # noqa: E402
 
 BLOCKS = 24
 KEY = 77

@@ -25,7 +25,7 @@ from kvledger.audit.engines.pool.allocations import Allocations
 from kvledger.audit.engines.pool.attribution import BlockRun
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.ledger.blocks.pool import calls
 
 Allocation = tuple[int, int, int, str, list[int]]
 """Step, request, group, operation and blocks."""

@@ -11,7 +11,7 @@ from kvledger.audit.engines.pool.attribution import NO_REQUEST, BlockRun, Owners
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
-from kvledger.audit.ledger.blocks.split_calls import calls
+from kvledger.audit.ledger.blocks.pool import calls
 
 
 def buffer() -> CallBuffer:

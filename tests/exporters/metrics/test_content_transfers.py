@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from kvledger.audit.ledger.sums import LedgerSums
+from kvledger.audit.ledger.ledger_state import LedgerSums
 from kvledger.exporters.metrics.values import content_transfers
 
 

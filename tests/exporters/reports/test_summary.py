@@ -78,7 +78,7 @@ def test_an_open_request_waits_until_the_last_event(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_no_key_and_no_pattern_is_refused(golden: Path) -> None:
-    with pytest.raises(LedgerError, match="none of engine, model, hour, outcome"):
+    with pytest.raises(LedgerError, match="none of engine, model, outcome"):
         summarize([golden], "(")
 
 

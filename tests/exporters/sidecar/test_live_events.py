@@ -13,7 +13,7 @@ from tests.exporters.sidecar.test_follower import following
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, KVEventsReceived, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.ledger import kv_comparison
+from kvledger.audit.ledger import kv_events
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.routed import routing
@@ -167,7 +167,7 @@ def test_an_engine_that_publishes_nothing_has_no_series(tmp_path: Path) -> None:
 def test_a_long_journal_is_read_beside_its_recording_and_little_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_comparison, "MOST", 2)
+    monkeypatch.setattr(kv_events, "MOST", 2)
     written = Written(tmp_path)
     for changes in CACHE:
         written.changed(changes)

@@ -12,7 +12,7 @@ from tests.exporters.sidecar.test_follower import following
 from kvledger.audit.analysis import routed_cache
 from kvledger.audit.analysis.router_index import TokensIndex
 from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN
-from kvledger.audit.ledger.kv_counts import KVEventCounts
+from kvledger.audit.ledger.kv_events import KVEventCounts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.routed import routing
 from kvledger.exporters.sidecar.follower import Follower

@@ -10,7 +10,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..audit.errors import LedgerError
+from kvledger.audit.errors import LedgerError
+from kvledger.dashboards.check import prometheus_url
 
 TIMEOUT_SECONDS = 60.0
 POINTS = 240
@@ -42,13 +43,6 @@ class Span(NamedTuple):
         first = (self.end - self.seconds) // self.step + 1
         last = self.end // self.step
         return [n * self.step for n in range(int(first), int(last) + 1)]
-
-
-def prometheus_url(text: str) -> str:
-    """The address of a Prometheus without a slash at its end. Raises :class:`LedgerError` if it is none."""
-    if not text.startswith(("http://", "https://")):
-        raise LedgerError(f"{text!r} is no URL of a Prometheus; an example is http://127.0.0.1:9090.")
-    return text.rstrip("/")
 
 
 class Source:

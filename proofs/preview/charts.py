@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from . import units
-from .preview_data import Series, Span
+from .data import Series, Span
 
 SIDE = 1000.0
 CLASSIC = (

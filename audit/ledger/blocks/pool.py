@@ -1,12 +1,25 @@
-"""Plain data: what the ledger holds of a pool and of a block. A checkpoint saves it as it is."""
+"""What a block pool holds: plain data of pools and blocks, which a checkpoint saves as it is.
+
+Also here: how a :class:`~kvledger.audit.events.PoolCalls` is split into one event for each call, which every
+reader of pools shares, and the contents of a pool for readers that judge nothing.
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, TypeAlias
 
 import msgspec
 
+from ... import events as ev
+from ... import pool_calls
 from ..weights import Made
+
+# --- records -------------------------------------------------------------------------------------------
+#
+# Plain data: what the ledger holds of a pool and of a block. A checkpoint saves it as it is.
+
 
 OPERATIONS_KEPT = 6
 """How many operations are remembered for each block."""
@@ -66,7 +79,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
 
 
 Lack = tuple[int, int, str]
-"""Positions without valid KV, start and end, and why: a word of :mod:`.provenance`, or a cause of
+"""Positions without valid KV, start and end, and why: a word of :mod:`.reads`, or a cause of
 :mod:`kvledger.audit.causes` for which external tokens were not loaded."""
 
 
@@ -89,6 +102,10 @@ class LifeLacks(msgspec.Struct):
     """The blocks of a life that lasts, and what its count does not say of them."""
 
     life: int
+    call: int = 0
+    """The number of the call that allocated its first block."""
+    step: int = UNKNOWN
+    """The step of this call."""
     blocks: list[tuple[int, int]] = []
     """Pool and block of each block that was allocated to the life."""
     never_loaded: list[Lack] = []
@@ -180,9 +197,10 @@ class Absent(msgspec.Struct, gc=False):
     block: int
 
 
-Removed: TypeAlias = tuple[tuple[int, int], int, int, str, int]
+Removed: TypeAlias = tuple[int, int, int, int, str, int, int]
 """How a hash id left the cache map: since when and for whom it was there, the step in which it left, the step
-of its return (-1: none yet), how it left, and the request that got its block (-1: none)."""
+of its return (-1: none yet), how it left, the request that got its block (-1: none), and how many calls had
+allocated blocks by then."""
 
 
 class CachedHash(msgspec.Struct, gc=False):
@@ -224,7 +242,9 @@ class Pool(msgspec.Struct):
     states: list[int] = []
     """Groups of states: a block has one checkpoint, of the prefix that ends with its last position."""
     removed: dict[int, Removed] = {}
-    """Hash ids that left the cache map."""
+    """Hash ids that left the cache map, the last ones."""
+    forgotten_hashes: int = 0
+    """How many of them are not remembered any more."""
     records: dict[int, Block] = {}
     """Records of single blocks, by block id."""
 
@@ -269,3 +289,138 @@ def remember(record: Block, done: Operation) -> None:
 def hash_text(hash_id: int) -> str:
     """A hash id in words."""
     return f"h{hash_id & 2**64 - 1:x}"
+
+
+# --- split calls ---------------------------------------------------------------------------------------
+#
+# Split a :class:`~kvledger.audit.events.PoolCalls` into one event for each call of a pool.
+
+
+def post(reader: Any, event: ev.Event, handlers: Mapping[type[ev.Event], Callable[[Any, Any], None]]) -> bool:
+    """Give an event, or each call of a PoolCalls, to the ``reader`` by its handler; False: it has none."""
+    if type(event) is ev.PoolCalls:
+        for call in calls(event):
+            handler = handlers.get(type(call))
+            if handler is not None:
+                handler(reader, call)
+        return True
+    handler = handlers.get(type(event))
+    if handler is not None:
+        handler(reader, event)
+    return handler is not None
+
+
+def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
+    """The calls in order, as events that the ledger of blocks posts."""
+    at, step, stack, rows = event.at, event.step, event.stack, ev.numbers(event.rows)
+    start = 0
+    while start < len(rows):
+        code, request, group, more, count = rows[start : start + ev.HEAD]
+        start += ev.HEAD + count
+        follow = rows[start - count : start]
+        pool, code = divmod(code, 8)
+        if code == ev.CACHED:
+            row = [request, group, more >> 1, count // 3, *follow]
+            yield ev.BlocksCached(at, step, pool, row, bool(more & 1), stack)
+        elif code == ev.ALLOCATED:
+            yield pool_calls.BlocksAllocated(
+                at, step, pool, event.by[more], [request, group, count, *follow], stack
+            )
+        elif code in (ev.TOUCHED, ev.FREED):
+            kind = pool_calls.BlocksTouched if code == ev.TOUCHED else pool_calls.BlocksFreed
+            half = count // 2
+            by, ids, references = event.by[more], follow[:half], follow[half:]
+            yield kind(at, step, pool, request, group, by, ids, references, stack)
+        elif code == ev.ALLOCATED_EACH:
+            half = count // 2
+            allocated = [
+                number
+                for request_no, block in zip(follow[half:], follow[:half], strict=True)
+                for number in (request_no, group, 1, block)
+            ]
+            yield pool_calls.BlocksAllocated(at, step, pool, event.by[more], allocated, stack)
+        elif code == ev.IN_STEP:
+            step = more
+        elif code == ev.TABLES_REPORTED:
+            yield pool_calls.TablesReported(at, step, follow)
+        else:
+            yield pool_calls.TablesRemoved(at, [request])
+
+
+# --- pool contents -------------------------------------------------------------------------------------
+#
+# What blocks hold: the hash ids of each, and the request to which it was allocated last.
+#
+# The ledger of blocks keeps holders, operations and doubts as well, and takes six times as long. Readers
+# that judge nothing follow the contents by this class.
+
+
+class PoolContents(msgspec.Struct):
+    """Follows one pool. It consists of plain data, so a checkpoint can hold it."""
+
+    hashes: dict[int, tuple[int, ...]] = {}
+    """The hash ids of each cached block, oldest first."""
+    owner: dict[int, int] = {}
+    """The request to which each block was allocated last."""
+
+    def allocate(self, request: int, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Blocks are allocated to a request. Returns those that are evicted by it, with their hash ids."""
+        leave, owner = self.hashes.pop, self.owner
+        for block in blocks:
+            owner[block] = request
+        return [(block, ids) for block in blocks if (ids := leave(block, None))]
+
+    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int, int, int]]:
+        """Request, group, block, hash id and end of each block that is cached; -1: no request is known."""
+        for named, group, _, blocks, hash_ids, ends in event.calls():
+            writers = repeat(named) if named >= 0 else (self.owner.get(block, -1) for block in blocks)
+            yield from zip(writers, repeat(group), blocks, hash_ids, ends, strict=False)
+
+    def move(self, source: int, target: int) -> None:
+        """The hash ids of a block go to another one."""
+        ids = self.hashes.pop(source, None)
+        if ids:
+            self.hashes[target] = ids
+
+    def forget(self) -> None:
+        """Events were lost."""
+        self.hashes.clear()
+        self.owner.clear()
+
+
+class RequestContents:
+    """Which contents requests have, as one KV cache group of each pool tells."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, PoolContents] = {}
+        """Each pool."""
+        self._cached: dict[tuple[int, int], tuple[int, int]] = {}
+        """Hash id and end of each cached block, by pool and block."""
+        self.groups: dict[int, int] = {}
+        """The group that tells, by pool; of a pool that is not here, group 0."""
+
+    def allocated(self, event: pool_calls.BlocksAllocated) -> None:
+        """Blocks are allocated."""
+        pool = self._pools.setdefault(event.pool, PoolContents())
+        for request, _, blocks in event.calls():
+            pool.allocate(request, blocks)
+            for block in blocks:
+                self._cached.pop((event.pool, block), None)
+
+    def cached(self, event: ev.BlocksCached) -> Iterator[tuple[int, int, int]]:
+        """Request, hash id and end of each block that is cached."""
+        pool = self._pools.setdefault(event.pool, PoolContents())
+        for request, group, block, hash_id, end in pool.cached(event):
+            if self._tells(event.pool, group):
+                self._cached[event.pool, block] = hash_id, end
+                yield request, hash_id, end
+
+    def touched(self, event: pool_calls.BlocksTouched) -> Iterator[tuple[int, int, int]]:
+        """The same of each cached block that a request touches."""
+        for block in event.blocks if self._tells(event.pool, event.group) else ():
+            known = self._cached.get((event.pool, block))
+            if known is not None:
+                yield event.request, *known
+
+    def _tells(self, pool: int, group: int) -> bool:
+        return group < 0 or group == self.groups.get(pool, 0)

@@ -1,27 +1,490 @@
-"""Compare an engine's stream of KV events with the changes of its prefix cache while both grow.
+"""An engine's KV events beside what its cache did.
 
-For each hash id both accounts must have the same stores and removals in the same order; then they agree on
-what is cached after every batch. A change and the KV event that announces it leave as a pair. What stays
-alone is judged once both accounts have been read for :data:`HORIZON_SECONDS` beyond it: it is *lost* if the
-batch that had it was, *in flight* if it may come after the end of either account, and else a difference for
-the checks. More than :data:`MOST` changes and events are not kept: what is dropped is counted and not judged.
-A journal that has ended is compared by the same steps, run to its end.
+First the changes of the cache, then the stream of batches, their differences, and the comparison.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from .. import events as ev
+from .. import pool_calls
 from ..bounded_tables import keep_newest
-from ..figures.sums import add_tokens
-from .cache_changes import CLEARED, REMOVED, STORED, CacheChanges, Change
-from .kv_counts import KINDS, KVEventCounts
-from .kv_differences import CopyRemoved, NotAnnounced, NotInCache, StreamGap, StreamSubject, TierMissing
-from .kv_stream import GPU, SLACK_SECONDS, KVEvent, aligned, kv_events
+from ..figures.sums import Sums, add_tokens
+from .blocks.pool import PoolContents, hash_text, post
+
+# --- cache changes -------------------------------------------------------------------------------------
+#
+# What entered and left an engine's prefix cache, by hash id, read from the events of level ``blocks``.
+#
+# The ledger of blocks keeps the present state; this reader keeps the order of changes, so that another
+# account of the same cache, such as the engine's KV events, can be compared with it.
+#
+# An observer may emit a change some steps after the engine made it, so each change has the earliest and the
+# latest time at which it was made.
+
+
+STORED, REMOVED, CLEARED = ev.STORED, ev.REMOVED_BLOCKS, ev.CLEARED
+
+EMITTED_STEPS = 9
+"""A change is emitted at most eight steps after the step that made it."""
+
+
+class Change(NamedTuple):
+    """A hash entered the cache with a block, or left it; or the cache was cleared (hash id 0).
+
+    ``earliest`` and ``at`` bound the time of the change, in microseconds since the engine started.
+    """
+
+    kind: int
+    hash_id: int
+    earliest: int
+    at: int
+    step: int
+    pool: int
+    block: int
+    request: int
+
+
+class CacheChanges:
+    """The changes of one engine's prefix cache, in order."""
+
+    postings: ClassVar[dict[type[ev.Event], Callable[[Any, Any], None]]]
+    """What reads each kind of event."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        """Every change so far."""
+        self.cleared: dict[int, list[int]] = {}
+        """By index of a CLEARED change: the hash ids that were in the cache."""
+        self.whole = True
+        """Whether every change since the engine began is here."""
+        self.pools: dict[int, PoolContents] = {}
+        """What each pool holds."""
+        self._pool_seen: set[int] = set()
+        """Pools whose first description was read; if a pool had content by then, ``whole`` is false."""
+        self._steps: deque[tuple[int, int]] = deque()
+        """Step and time of the last events that have both."""
+
+    def feed(self, event: ev.Event) -> None:
+        """Read one event, in the journal's order."""
+        post(self, event, self.postings)
+        if type(event) is ev.PoolCalls:
+            self._note(event.step, event.at)
+
+    def taken(self) -> tuple[list[Change], dict[int, list[int]]]:
+        """The changes since the last call, which are then no longer kept, and what each reset dropped."""
+        changes, cleared = self.changes, self.cleared
+        self.changes, self.cleared = [], {}
+        return changes, cleared
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        if event.pool not in self._pool_seen:
+            self._pool_seen.add(event.pool)
+            self.whole = self.whole and not event.cached_hashes
+
+    def _lost(self, event: ev.Gap | ev.HookFailed) -> None:
+        self.whole = False
+        for pool in self.pools.values():
+            pool.forget()
+
+    def _contents(self, event: Any) -> PoolContents:
+        return self.pools.setdefault(event.pool, PoolContents())
+
+    def _stepped(self, event: Any) -> None:
+        self._note(event.step, event.at)
+
+    def _note(self, step: int, at: int) -> None:
+        if not self._steps or self._steps[-1][0] < step:
+            self._steps.append((step, at))
+            while len(self._steps) > 1 and self._steps[1][0] <= step - EMITTED_STEPS:
+                self._steps.popleft()
+
+    # --- hashes ---------------------------------------------------------------------------------------
+
+    def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
+        earliest = self._steps[0][1] if self._steps else 0
+        change = Change(kind, hash_id, earliest, event.at, event.step, event.pool, block, request)
+        self.changes.append(change)
+
+    def _drop(self, event: Any, block: int) -> None:
+        for hash_id in self._contents(event).hashes.pop(block, ()):
+            self._add(REMOVED, hash_id, event, block)
+
+    def _cached(self, event: ev.BlocksCached) -> None:
+        contents = self._contents(event)
+        for request, _, block, hash_id, _ in contents.cached(event):
+            if event.replaced:
+                self._drop(event, block)
+            held = contents.hashes.get(block, ())
+            if hash_id not in held:
+                contents.hashes[block] = (*held, hash_id)
+                self._add(STORED, hash_id, event, block, request)
+        if not all(blocks for _, _, _, blocks, _, _ in event.calls()):  # it is not known which were cached
+            self.whole = False
+
+    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
+        for request, _, blocks in event.calls():
+            for block, ids in self._contents(event).allocate(request, blocks):
+                for hash_id in ids:
+                    self._add(REMOVED, hash_id, event, block)
+
+    def _evicted(self, event: ev.BlocksEvicted) -> None:
+        for block in event.blocks:
+            self._drop(event, block)
+
+    def _copied(self, event: ev.BlockCopied) -> None:
+        if event.moved:
+            self._contents(event).move(*event.blocks)
+
+    def _reset(self, event: ev.PoolReset) -> None:
+        if event.succeeded:
+            hashes = self._contents(event).hashes
+            self.cleared[len(self.changes)] = [hash_id for ids in hashes.values() for hash_id in ids]
+            hashes.clear()
+            self._add(CLEARED, 0, event, -1)
+
+
+CacheChanges.postings = {
+    ev.PoolSeen: CacheChanges._pool,
+    ev.Gap: CacheChanges._lost,
+    ev.HookFailed: CacheChanges._lost,
+    ev.Stepped: CacheChanges._stepped,
+    ev.BlocksCached: CacheChanges._cached,
+    ev.BlocksEvicted: CacheChanges._evicted,
+    ev.BlockCopied: CacheChanges._copied,
+    ev.PoolReset: CacheChanges._reset,
+    pool_calls.BlocksAllocated: CacheChanges._allocated,
+}
+
+
+# --- kv counts -----------------------------------------------------------------------------------------
+#
+# What an engine's recorded KV events said, and how they agree with its cache, as numbers that only rise.
+
+
+KINDS = {ev.STORED: "stored", ev.REMOVED_BLOCKS: "removed", ev.CLEARED: "cleared"}
+"""The word for each kind of KV event and of change."""
+
+
+class KVEventCounts(Sums):
+    """The sums of one engine, or of engines that ran after each other under one name."""
+
+    batches: int = 0
+    announced: dict[str, int] = {}
+    """Stored and removed blocks and clearings of the cache that were announced."""
+    gaps: int = 0
+    """Gaps in the sequence numbers that nobody repeated."""
+    lost_batches: int = 0
+    """Batches in these gaps."""
+    matched: dict[str, int] = {}
+    """Changes of the cache that a KV event announced, by kind."""
+    in_flight: int = 0
+    """Changes and KV events that only one account has, at the end of the other."""
+    before: int = 0
+    """Those from before the recording or the journal began, or beside a journal that is not whole."""
+    dropped: int = 0
+    """Those that were too many to keep, and those whose counterpart may be among them."""
+    repeated: int = 0
+    """Stores of hashes that were cached already: vLLM's full report mode announces hits, too."""
+    copies: int = 0
+    """Removals that were not announced, of a block whose hash stays cached in another block."""
+    other_tiers: int = 0
+    """Stores and removals in tiers other than the engine's own blocks."""
+    routed: int = 0
+    """Requests that this engine got, whose tokens were predicted from the KV events."""
+    not_routed: int = 0
+    """Requests whose prediction is not known any more."""
+    predicted: int = 0
+    """Tokens that were predicted, of the engine that had most."""
+    found: int = 0
+    """Local and loaded external tokens of the first admissions."""
+    missed: dict[str, int] = {}
+    """Predicted tokens that were not found, by cause."""
+    surplus: dict[str, int] = {}
+    """Found tokens that were not predicted, by cause."""
+
+    @property
+    def agreed(self) -> int:
+        """Changes of the cache that a KV event announced."""
+        return sum(self.matched.values())
+
+    @property
+    def not_compared(self) -> int:
+        """Changes and KV events without a counterpart that could not be judged."""
+        return self.in_flight + self.before + self.dropped
+
+    def announce(self, batch: ev.KVEventsReceived) -> None:
+        """Count one batch, and what it says."""
+        self.batches += 1
+        rows, place = batch.rows, 0
+        while place < len(rows):
+            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
+            place += ev.KV_HEAD + count
+            add_tokens(self.announced, KINDS[kind], 1 if kind == ev.CLEARED else count)
+
+
+# --- kv stream -----------------------------------------------------------------------------------------
+#
+# An engine's stream of KV events, and how the events of one hash id pair with the changes of its cache.
+#
+# KV events name no block, so two blocks with one hash are told apart by their number only.
+
+
+GPU = "GPU"
+"""The tier of vLLM's own blocks."""
+
+SLACK_SECONDS = 0.05
+"""How far the clocks of one host may differ: a batch has wall time, the journal monotonic time."""
+
+
+class KVEvent(NamedTuple):
+    """One store or removal of one hash id in the stream, or a clearing of the cache (hash id 0)."""
+
+    kind: int
+    hash_id: int
+    seconds: float
+    """Unix time at which its batch was published."""
+    sequence: int
+    since: float = 0.0
+    """Unix time at which the batch before was published."""
+
+
+def kv_events(batch: ev.KVEventsReceived, since: float = 0.0) -> Iterator[tuple[KVEvent, str]]:
+    """Every store, removal and clearing of a batch, with its tier ("": not given).
+
+    ``since``: Unix time at which the batch before was published.
+    """
+    rows, place = batch.rows, 0
+    while place < len(rows):
+        kind, _, tier, _, _, count = rows[place : place + ev.KV_HEAD]
+        place += ev.KV_HEAD + count
+        name = batch.tiers[tier] if tier >= 0 else ""
+        for hash_id in rows[place - count : place] if kind != CLEARED else (0,):
+            yield KVEvent(kind, hash_id, batch.published_seconds, batch.sequence, since), name
+
+
+def of_group(batch: ev.KVEventsReceived, group: int) -> ev.KVEventsReceived:
+    """A batch without the stores and removals of other KV cache groups; those without a group stay."""
+    rows, contents, place, known = list[int](), list[int](), 0, iter(batch.contents)
+    while place < len(batch.rows):
+        kind, of, *_, count = batch.rows[place : place + ev.KV_HEAD]
+        row = batch.rows[place : place + ev.KV_HEAD + count]
+        place += len(row)
+        named = list(islice(known, count)) if kind == STORED else []
+        if kind == CLEARED or of in (-1, group):
+            rows += row
+            contents += named
+    return replace(batch, rows=rows, contents=contents)
+
+
+def aligned(
+    ours: Sequence[Change], theirs: Sequence[KVEvent], began: float
+) -> Iterator[tuple[Change | None, KVEvent | None]]:
+    """Pair the changes of one hash id with its KV events: the most pairs, and of these the nearest in time.
+
+    What only one account has comes alone, in the order of time. ``began``: Unix time from which the changes
+    count.
+    """
+    best = _best(ours, theirs, began)
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        without_ours, without_theirs = best[i][j] == best[i + 1][j], best[i][j] == best[i][j + 1]
+        if without_ours and not (without_theirs and theirs[j].seconds < began + ours[i].at / 1e6):
+            yield ours[i], None
+            i += 1
+        elif without_theirs:
+            yield None, theirs[j]
+            j += 1
+        else:
+            yield ours[i], theirs[j]
+            i, j = i + 1, j + 1
+    yield from ((change, None) for change in ours[i:])
+    yield from ((None, event) for event in theirs[j:])
+
+
+def _best(ours: Sequence[Change], theirs: Sequence[KVEvent], began: float) -> list[list[tuple[int, float]]]:
+    """For each two ends of both accounts: the most pairs, and less their distance in time."""
+    best = [[(0, 0.0)] * (len(theirs) + 1) for _ in range(len(ours) + 1)]
+    for i in range(len(ours) - 1, -1, -1):
+        change = ours[i]
+        earliest, latest = began + change.earliest / 1e6, began + change.at / 1e6
+        for j in range(len(theirs) - 1, -1, -1):
+            event = theirs[j]
+            choice = max(best[i + 1][j], best[i][j + 1])
+            if change.kind == event.kind and event.seconds >= earliest - SLACK_SECONDS:
+                pairs, nearness = best[i + 1][j + 1]
+                apart = abs(event.seconds - latest)
+                choice = max(choice, (pairs + 1, nearness - apart))
+            best[i][j] = choice
+    return best
+
+
+# --- kv differences ------------------------------------------------------------------------------------
+#
+# The differences between an engine's stream of KV events and its prefix cache, which the checks judge.
+#
+# A difference keeps how much it is about and the first examples, so it stays small however long it lasts.
+
+
+SHOWN = 8
+"""Hash ids that a story names one by one."""
+
+FIRST = 64
+"""Examples that a difference keeps."""
+
+
+class StreamGap(msgspec.Struct):
+    """Batches ``first`` to ``last`` of the stream were not received; these ``changes`` were in them."""
+
+    first: int
+    last: int
+    before: float
+    """Unix time at which the batch before the gap was published."""
+    after: float
+    """Unix time at which the batch after the gap was published."""
+    changes: list[Change] = []
+    step: int = 0
+    """The step of the last change before the batch after the gap."""
+    complete: bool = False
+    """Whether all changes of its time were judged."""
+    reported: bool = False
+    """Whether it was reported; its changes are then no longer kept."""
+
+    @property
+    def number(self) -> int:
+        """Each gap is a finding of its own; the number is below those of requests."""
+        return -2 - self.first
+
+    @property
+    def story(self) -> list[str]:
+        """The changes that were in it, in lines of text."""
+        return lines_of(self.changes, len(self.changes))
+
+
+class NotAnnounced(msgspec.Struct):
+    """The cache changed and no KV event says so. ``kind``: STORED, REMOVED or CLEARED."""
+
+    kind: int
+    total: int = 0
+    """How many changes."""
+    hashes: int = 0
+    """How many hash ids they stored, removed or cleared."""
+    examples: list[Change] = []
+    """The first changes."""
+
+    def add(self, changes: list[Change], hashes: int) -> None:
+        """Add changes, and how many hash ids they are about."""
+        self.total += len(changes)
+        self.hashes += hashes
+        changes.sort(key=lambda change: (change.step, change.at))
+        self.examples += changes[: FIRST - len(self.examples)]
+
+    @property
+    def story(self) -> list[str]:
+        """The changes, in lines of text."""
+        return lines_of(self.examples, self.total)
+
+
+class NotInCache(msgspec.Struct):
+    """KV events say that hashes were stored or removed, and the cache has no such change."""
+
+    kind: int
+    began: float
+    """Unix time at which the engine started."""
+    total: int = 0
+    """How many KV events."""
+    step: int = -1
+    """The step of the last change before the first of them."""
+    examples: list[KVEvent] = []
+    """The first KV events."""
+
+    @property
+    def at(self) -> int:
+        """When the first was published, in microseconds since the engine started."""
+        return round((self.examples[0].seconds - self.began) * 1e6)
+
+    def add(self, events: list[KVEvent]) -> None:
+        """Add KV events."""
+        self.total += len(events)
+        events.sort(key=lambda event: event.sequence)
+        self.examples += events[: SHOWN - len(self.examples)]
+
+    @property
+    def story(self) -> list[str]:
+        """The first KV events, in lines of text."""
+        return [_event_line(event, self.began) for event in self.examples]
+
+
+class CopyRemoved(msgspec.Struct):
+    """A KV event says that a hash was removed, of which the cache still had another block."""
+
+    change: Change
+
+    @property
+    def story(self) -> list[str]:
+        """The change, in a line of text."""
+        return lines_of([self.change], 1)
+
+
+class TierMissing(msgspec.Struct):
+    """KV events do not name the tier of their blocks, although the stream has blocks of other tiers."""
+
+    by_tier: dict[str, int]
+    """Stores and removals by tier; "": it is not named."""
+
+    @property
+    def tiers(self) -> list[str]:
+        """The tiers that are named."""
+        return sorted(set(self.by_tier) - {""})
+
+    @property
+    def story(self) -> list[str]:
+        """The tiers, in lines of text."""
+        return [f"{tier or 'no tier'}: {count:,} stores and removals" for tier, count in self.by_tier.items()]
+
+
+StreamSubject = StreamGap | NotAnnounced | NotInCache | CopyRemoved | TierMissing
+
+
+def _event_line(event: KVEvent, began: float) -> str:
+    what = {STORED: "stored", REMOVED: "removed", CLEARED: "all blocks cleared"}[event.kind]
+    of = f" {hash_text(event.hash_id)}" if event.hash_id else ""
+    return f"batch {event.sequence}, {event.seconds - began:.3f} s after the engine started: {what}{of}"
+
+
+def lines_of(changes: Sequence[Change], total: int) -> list[str]:
+    """The first of ``total`` changes of the cache, in lines of text."""
+    words = {STORED: "cached", REMOVED: "evicted", CLEARED: "the cache was reset"}
+    lines = []
+    for change in changes[:SHOWN]:
+        of = f" {hash_text(change.hash_id)}, block {change.block} of pool {change.pool}"
+        lines.append(f"step {change.step}: {words[change.kind]}{of if change.hash_id else ''}")
+    if total > SHOWN:
+        lines.append(f"and {total - SHOWN:,} more")
+    return lines or ["no change of the cache is known in these batches"]
+
+
+# --- kv comparison -------------------------------------------------------------------------------------
+#
+# Compare an engine's stream of KV events with the changes of its prefix cache while both grow.
+#
+# For each hash id both accounts must have the same stores and removals in the same order; then they agree on
+# what is cached after every batch. A change and the KV event that announces it leave as a pair. What stays
+# alone is judged once both accounts have been read for :data:`HORIZON_SECONDS` beyond it: it is *lost* if
+# the batch that had it was, *in flight* if it may come after the end of either account, and else a
+# difference for the checks. More than :data:`MOST` changes and events are not kept: what is dropped is
+# counted and not judged. A journal that has ended is compared by the same steps, run to its end.
+
 
 HORIZON_SECONDS = 15.0
 """How long a missing batch may be repeated, and a change or KV event may wait for its counterpart."""

@@ -6,25 +6,22 @@ collapsed row without data is left out.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..audit.errors import LedgerError
-from ..exporters.templating import environment
-from . import preview_charts as charts
-from . import units
-from .boards import BOARDS, put
-from .preview_data import Series, Source, Span, legend, table
+from kvledger.audit.errors import LedgerError
+from kvledger.dashboards import boards as committed
+from kvledger.exporters.templating import environment
 
-GENERATED = Path(__file__).parent / "generated" / "provisioning"
-TEMPLATES = Path(__file__).parent / "templates"
+from . import charts, units
+from .data import Series, Source, Span, legend, table
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 CELL, GAP, ROW_HEADING, BOARD_HEADING = 30, 8, 46, 112
@@ -66,31 +63,19 @@ class Board(NamedTuple):
         return BOARD_HEADING + sum(ROW_HEADING + row.units * (CELL + GAP) for row in self.rows)
 
 
-def names() -> list[str]:
-    """The names of the boards."""
-    return [board.UID.removeprefix("kvledger-") for board in BOARDS]
-
-
 def gather(chosen: Sequence[str], prometheus: str, span: Span) -> list[Board]:
     """Ask for the data of these boards, or of all. Raises :class:`LedgerError`."""
-    unknown = [name for name in chosen if name not in names()]
-    if unknown:
-        *others, last = names()
-        raise LedgerError(f"{unknown[0]!r} is none of the boards {', '.join(others)} and {last}.")
-    return [
-        _board(json.loads((GENERATED / f"kvledger-{name}.json").read_text()), prometheus, span)
-        for name in chosen or names()
-    ]
+    return [_board(committed.board(name), prometheus, span) for name in chosen or committed.NAMES]
 
 
 def save(boards: Sequence[Board], span: Span, output: Path, width: int) -> None:
     """Write a page, or a picture of it as a browser shows it. Raises :class:`LedgerError`."""
     text = html(boards, span)
     if output.suffix != ".png":
-        put(output.parent, output.name, text)
+        committed.put(output.parent, output.name, text)
         return
     with tempfile.TemporaryDirectory() as folder:
-        page = put(Path(folder), "page.html", text)
+        page = committed.put(Path(folder), "page.html", text)
         picture = Path(folder) / "page.png"
         photograph(page, picture, width, sum(board.pixels for board in boards))
         try:
@@ -103,8 +88,8 @@ def html(boards: Sequence[Board], span: Span) -> str:
     """The page. It loads nothing from a network."""
     begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (span.end - span.seconds, span.end))
     return (
-        environment(TEMPLATES)
-        .get_template("preview.html.j2")
+        environment(Path(__file__).parent)
+        .get_template("page.html.j2")
         .render(boards=boards, begin=begin, end=end, ticks=charts.time_ticks(span), cell=CELL, gap=GAP)
     )
 
@@ -128,7 +113,7 @@ def _board(board: Mapping[str, Any], prometheus: str, span: Span) -> Board:
     docs = next(each["query"] for each in board["templating"]["list"] if each["name"] == "docs")
     source = Source(prometheus, span, variables)
     rows, hidden = [], []
-    for heading, panels in _rows(board["panels"]):
+    for heading, panels in committed.rows(board):
         top = heading["gridPos"]["y"] + 1
         boxes = [_box(panel, top, source, docs) for panel in panels]
         if heading["collapsed"] and not any(_counts(box) for box in boxes):
@@ -137,13 +122,6 @@ def _board(board: Mapping[str, Any], prometheus: str, span: Span) -> Board:
         bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
         rows.append(Row(heading["title"], boxes, bottom - top))
     return Board(board["title"], board["description"], rows, hidden)
-
-
-def _rows(panels: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Each heading with its panels, which are inside it or after it."""
-    places = [place for place, panel in enumerate(panels) if panel["type"] == "row"]
-    for place, following in zip(places, [*places[1:], len(panels)], strict=True):
-        yield panels[place], [*panels[place]["panels"], *panels[place + 1 : following]]
 
 
 def _counts(box: Box) -> bool:

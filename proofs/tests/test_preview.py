@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs.preview import charts, units
+from proofs.preview import page as preview
+from proofs.preview.data import Series, Source, Span, legend, table
 from tests import history
 from tests.exporters.reports.browser import Visit
 
 from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import boards, preview, units
-from kvledger.dashboards import preview_charts as charts
-from kvledger.dashboards.preview_data import Series, Source, Span, legend, table
+from kvledger.dashboards import boards, check
 
 SPAN = Span(1000.0, 100.0, 1.0)
 PRESENT = {
@@ -56,7 +57,7 @@ def test_values_have_units(value: float, unit: str, text: str) -> None:
 def test_every_unit_of_a_board_is_known() -> None:
     known = {"short", "none", "percentunit", "s", "cps", "reqps", "locale", "si:tokens/s"}
 
-    assert known >= {panel.unit for board in boards.BOARDS for row in board.ROWS for panel in row.panels}
+    assert known >= {panel["fieldConfig"]["defaults"]["unit"] for _, panel in check.panels()}
 
 
 def test_variables_are_replaced_the_longest_name_first() -> None:
@@ -112,7 +113,7 @@ def test_zero_and_no_number_leave_a_collapsed_row_out(value: float, counts: bool
 
 
 def test_a_table_has_a_row_for_each_set_of_labels() -> None:
-    panel = next(each for each in boards.build(boards.BOARDS[2])["panels"] if each["type"] == "table")
+    panel = next(each for each in boards.board("compare")["panels"] if each["type"] == "table")
     names = [f"Value #{query['refId']}" for query in panel["targets"]]
     values = {name: float(place) for place, name in enumerate(names, 1)}
     answers = [[Series({"engine": "e", "figure": "f"}, {1.0: value})] for value in values.values()]
@@ -120,9 +121,7 @@ def test_a_table_has_a_row_for_each_set_of_labels() -> None:
     assert [{"engine": "e", "figure": "f", **values}] == table(panel, answers)
 
 
-def test_bad_input_is_one_sentence() -> None:
-    with pytest.raises(LedgerError, match="'token' is none of the boards trust, tokens and compare"):
-        preview.gather(["token"], "http://127.0.0.1:1", SPAN)
+def test_a_prometheus_that_does_not_answer_is_one_sentence() -> None:
     with pytest.raises(LedgerError, match="No Prometheus answers"):
         preview.gather(["trust"], "http://127.0.0.1:1", SPAN)
 
@@ -162,8 +161,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("history")
     with history.served(folder, history.trace(folder / "trace")) as (server, end):
         span = Span(end, 66.0, history.INTERVAL)
-        gathered = {name: preview.gather([name], server.address, span) for name in preview.names()}
-        yield {name: preview.html(boards, span) for name, boards in gathered.items()}
+        gathered = {name: preview.gather([name], server.address, span) for name in boards.NAMES}
+        yield {name: preview.html(one, span) for name, one in gathered.items()}
 
 
 @pytest.mark.browser
@@ -174,7 +173,7 @@ def test_panels_of_the_past_have_data(drawn: dict[str, str]) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", preview.names())
+@pytest.mark.parametrize("name", boards.NAMES)
 @pytest.mark.parametrize("width", [1440, 800])
 def test_no_panel_is_empty_clipped_or_overlaps(
     drawn: dict[str, str], name: str, width: int, tmp_path: Path
