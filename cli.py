@@ -655,7 +655,7 @@ def faults(
     Each with its conditions, the releases that have it and the finding that shows it. Without options: of
     the releases installed here, or of all if there is none. As csv: one line per fault.
     """
-    from .audit.entry.doctor_faults import installed
+    from .audit.entry.doctor import installed
     from .exporters.reports import faults as report
 
     known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
@@ -902,8 +902,8 @@ def serve(
     Every engine under PATH is followed, also engines that start later. The page / lists what is served. A
     restarted server continues from its checkpoint and counts nothing twice.
     """
-    from .exporters.sidecar import serve as sidecar
-    from .exporters.sidecar.log import Log
+    from .exporters.sidecar import serve
+    from .exporters.sidecar.serve import Log
 
     log = Log(log_level, log_format)
     settings: dict[str, Any] = {
@@ -915,11 +915,11 @@ def serve(
         "keep": keep,
     }
     if check_config:
-        sidecar.check_config(path, address, **settings)
+        serve.check_config(path, address, **settings)
         typer.echo("The configuration is valid.")
     else:
         with left_out_to(log):
-            sidecar.serve(path, address, log, inform=log.info, **settings)
+            serve.serve(path, address, log, inform=log.info, **settings)
 
 
 @command(opt.LIVE, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")

@@ -106,7 +106,7 @@ def journals(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
 
 
 def _named(given: Any) -> Any:
-    from .audit.replay.short_names import named
+    from .audit.replay.find import named
 
     if isinstance(given, list | tuple):
         return [named(path) for path in given]

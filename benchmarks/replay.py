@@ -19,8 +19,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay.engine_audit import EngineAudit
-from kvledger.audit.replay.observer import Observer
+from kvledger.audit.replay.engine_audit import EngineAudit, Observer
 from kvledger.audit.replay.observers import LiveCosts, LiveSteps, LiveTurns, Metrics, Reconciled
 
 OPEN = 8

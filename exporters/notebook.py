@@ -22,11 +22,10 @@ from rich.console import Console, RenderableType
 
 from ..audit.analysis.whatif import Options
 from ..audit.errors import LedgerError
-from ..audit.replay.find import journals_at
+from ..audit.replay.find import journals_at, named
 from ..audit.replay.journals import audit_paths, statements
 from ..audit.replay.observers import Lost, Steps
 from ..audit.replay.parallel import Run
-from ..audit.replay.short_names import named
 from ..audit.replay.windows import Window, window
 from . import usage_logs
 from .inputs import reading

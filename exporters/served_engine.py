@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..audit.errors import LedgerError
 from ..audit.release_semantics import release
 from ..audit.text import printable
-from .sidecar.scrape import COUNTERS, ENDED, ScrapedEngine, counters, fetch
+from .sidecar.engine_metrics import COUNTERS, ENDED, ScrapedEngine, counters, fetch
 
 PAUSE_SECONDS = 1.0
 """Between the two scrapes."""

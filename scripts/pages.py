@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from kvledger.audit import glossary
 from kvledger.audit.checks import figures_page, registry
-from kvledger.audit.checks.kinds import KINDS, Kind
+from kvledger.audit.checks.registry import KINDS, Kind
 from kvledger.audit.faults import release_rules
 from kvledger.dashboards.rules import SOURCE, rules
 from kvledger.exporters.metrics import metric_list

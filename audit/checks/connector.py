@@ -16,7 +16,6 @@ from ..ledger.entries import (
     Unsaved,
 )
 from ..ledger.load_postings import OVERDUE_SECONDS
-from .kinds import NOTHING, RESET_CACHE
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,
@@ -25,6 +24,8 @@ from .registry import (
     LMCACHE_2821,
     LMCACHE_2929,
     LMCACHE_3269,
+    NOTHING,
+    RESET_CACHE,
     VLLM_30522,
     VLLM_36638,
     VLLM_37460,

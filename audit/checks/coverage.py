@@ -12,9 +12,8 @@ import msgspec
 from ..events import EngineStarted
 from ..ledger.ledger import Ledger
 from ..release_semantics import limits, meanings
-from .findings import Found
-from .kinds import ENCODER, EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Kind
-from .registry import Invariant, catalogue
+from .auditor import Found
+from .registry import ENCODER, EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Invariant, Kind, catalogue
 
 LEVELS = ("tokens", "blocks", "content")
 """The levels of observation; each has what the level before has."""

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from ..ledger.entries import Entry, OlderOutputs, OutputsMislabelled, ResetRefused, StaleKV, WorkersDiffer
 from ..ledger.weights import version_words
 from ..ledger.weights_postings import HIT, LOAD
-from .kinds import CLEAR_STORE, UPDATE_AGAIN
 from .registry import (
+    CLEAR_STORE,
     NEMO_RL_4018,
     PRIME_RL_1650,
+    UPDATE_AGAIN,
     VERL_6523,
     VLLM_42695,
     VLLM_46125,

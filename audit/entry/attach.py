@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ..checks.auditor import Auditor
+from ..checks.auditor import Auditor, Found
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
-from ..checks.findings import Found
 from ..checks.registry import Severity, Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version

@@ -1,9 +1,6 @@
-"""Which known faults the vLLM installed here has, whether kvledger can observe it, and what it can check.
+"""What ``kvledger doctor`` says about level ``content``: which groups of KV caches are checked, and why not.
 
-No engine is started: the doctor compares the signatures of vLLM's classes with those that the adapters
-expect. It reads them from vLLM's source files. It imports vLLM, which takes many seconds, only if the files
-do not tell or the caller wants to know whether the import works. What an engine-reported figure means in a
-release comes from ``release_semantics``.
+Without an engine only vLLM's source files tell. What an engine really had is in the newest journal.
 """
 
 from __future__ import annotations
@@ -11,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +19,188 @@ import msgspec
 
 from .. import engines
 from ..checks.registry import catalogue
+from ..engines.content.layout import CHECKED_SPECS, STATES
+from ..engines.source_files import cache_declarations
+from ..errors import LedgerError
+from ..events import ContentWatched, EngineStarted
+from ..faults.listing import KnownOfRelease, of_release
+from ..faults.releases import Product
 from ..hooks import EngineMismatch
+from ..journal.catalogue import ENGINE, WORKER, Catalogue
+from ..journal.listing import content_watch
+from ..journal.reader import Reader
 from ..release_semantics import limits, meanings
-from .doctor_contents import ContentsDiagnosis, diagnose_contents
-from .doctor_faults import FaultsHere, diagnose_faults, version_of
+
+JOURNALS_LOOKED_AT = 16
+"""The newest journals that are searched for one of level ``content``."""
+
+_REASONS = {
+    "CircularBufferSpec": "blocks are rewritten in place",
+    "CrossAttentionSpec": "blocks belong to encoder inputs",
+    "EncoderOnlyAttentionSpec": "it has no KV cache",
+}
+
+
+class ContentsDiagnosis(msgspec.Struct, frozen=True):
+    """Level ``content`` in this environment. ``problem``: why it would check nothing; "" if it would."""
+
+    problem: str
+    places: str
+    """What tells where a block lies."""
+    form: str
+    """What computes fingerprints."""
+    checked: list[str]
+    """Kinds of groups that are checked, by vLLM's class names."""
+    not_checked: dict[str, str]
+    """Other kinds in this release, and why they are not checked."""
+    journal: str = ""
+    """The newest journal of level ``content``."""
+    groups: list[str] = []
+    """The groups that were checked there, and how their KV caches lay in memory."""
+    excluded: list[str] = []
+    """A sentence for each group that was not checked there, or for all."""
+    recomputed: str = ""
+    """Whether blocks that are computed again were compared there; "" if nobody asked for it."""
+
+
+def diagnose_contents(directory: str | None) -> ContentsDiagnosis:
+    """Examine this environment, and the newest journal in ``directory``."""
+    found = cache_declarations()
+    missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
+    journal, watched = newest_watch(Path(directory)) if directory else ("", None)
+    return ContentsDiagnosis(
+        problem=f"{missing[0]} is not installed" if missing else "" if found else _UNKNOWN,
+        places="" if found is None else "strides of KVCacheTensor" if found.strides else _SHAPES,
+        form="Triton on a GPU, NumPy on a CPU" if find_spec("triton") else "torch on a GPU, NumPy on a CPU",
+        checked=[name for name in found.specs if name in (*CHECKED_SPECS, STATES)] if found else [],
+        not_checked={
+            name: _REASONS.get(name, "kvledger does not know how its blocks are filled")
+            for name in (found.specs if found else ())
+            if name not in (*CHECKED_SPECS, STATES)
+        },
+        journal=journal,
+        groups=[] if watched is None else group_sentences(watched),
+        excluded=[] if watched is None else watched.excluded,
+        recomputed="" if watched is None else watched.recomputed,
+    )
+
+
+_UNKNOWN = "this release does not declare its KV caches in vllm/v1/kv_cache_interface.py"
+_SHAPES = "shapes that attention backends declare"
+
+
+def newest_watch(directory: Path) -> tuple[str, ContentWatched | None]:
+    """The newest journal in which a worker checked contents or said why not: its name, and what it said."""
+    try:
+        folders = Catalogue(directory).newest_first(ENGINE, WORKER)
+    except OSError:
+        return "", None
+    for folder in folders[:JOURNALS_LOOKED_AT]:
+        try:
+            watched = content_watch(folder)
+        except (LedgerError, OSError):  # a live engine may remove a segment meanwhile
+            continue
+        if watched is not None:
+            return folder.name, watched
+    return "", None
+
+
+def group_sentences(watched: ContentWatched) -> list[str]:
+    """One sentence for each group that is checked."""
+    rows = watched.groups
+    layouts = [*watched.layouts, *[""] * (len(rows) // 4)]
+    sentences = []
+    for index in range(0, len(rows) - 3, 4):
+        group, tokens, layers, size = rows[index : index + 4]
+        how = f"; {layouts[index // 4]}" if layouts[index // 4] else ""
+        sentences.append(
+            f"group {group}: {watched.blocks:,} blocks of {tokens} tokens and {size:,} bytes, "
+            f"{layers} {'tensor' if layers == 1 else 'tensors'}{how}"
+        )
+    return sentences
+
+
+# --- doctor faults -------------------------------------------------------------------------------------
+#
+# Which known faults concern the engine installed here, with the settings that its last journal recorded.
+#
+# An engine's settings are known only once it has run: from the newest journal in the folder, if the same
+# release wrote it. Without one, each fault is named with all its conditions.
+
+
+PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache")
+
+
+class FaultsHere(msgspec.Struct, frozen=True):
+    """What is known of the installed releases. ``journal``: whose engine's settings count; "" for none."""
+
+    journal: str
+    releases: list[KnownOfRelease]
+
+
+def diagnose_faults(
+    versions: Mapping[str, str | None], adapter: str | None, directory: str | None
+) -> FaultsHere:
+    """The faults of the installed releases that neither the environment nor the last engine rules out."""
+    journal, settings = _last_engine(Path(directory), versions.get("vllm")) if directory else ("", {})
+    settings = {**settings, "lmcache": versions.get("lmcache")}
+    if adapter is not None:
+        settings["v0"] = adapter.startswith("v0")
+    here = ((product, versions.get(product)) for product in PRODUCTS)
+    return FaultsHere(journal, [of_release(product, each, settings) for product, each in here if each])
+
+
+def installed() -> dict[str, str]:
+    """The releases of vLLM and LMCache in this environment, by product, without an import of either."""
+    found = {"vllm": _vllm(), "lmcache": version_of("lmcache")}
+    return {product: each for product, each in found.items() if each}
+
+
+def _vllm() -> str | None:
+    try:
+        source = engines.host_source()
+    except ModuleNotFoundError:
+        return None
+    return source.version if source is not None else version_of("vllm")
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution; None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _last_engine(directory: Path, release: str | None) -> tuple[str, dict[str, object]]:
+    """The newest journal that an engine of this release wrote here, and the engine's settings."""
+    try:
+        newest = next(iter(Catalogue(directory).newest_first(ENGINE)), None)
+        engine = None if newest is None else _started(newest)
+    except (LedgerError, OSError):  # there is no folder, or a live engine removes a segment meanwhile
+        return "", {}
+    if newest is None or engine is None or engine.version != release:
+        return "", {}
+    return newest.name, dict(engine.configuration)
+
+
+def _started(journal: Path) -> EngineStarted | None:
+    """The engine's description, which begins every segment."""
+    with Reader(journal) as reader:
+        batch = next(reader.poll(), None)
+    events = batch.events if batch is not None else ()
+    return next((event for event in events if isinstance(event, EngineStarted)), None)
+
+
+# --- doctor --------------------------------------------------------------------------------------------
+#
+# Which known faults the vLLM installed here has, whether kvledger can observe it, and what it can check.
+#
+# No engine is started: the doctor compares the signatures of vLLM's classes with those that the adapters
+# expect. It reads them from vLLM's source files. It imports vLLM, which takes many seconds, only if the
+# files do not tell or the caller wants to know whether the import works. What an engine-reported figure
+# means in a release comes from ``release_semantics``.
+
 
 PLUGIN = "kvledger.audit.entry.plugin:install"
 GROUP = "vllm.general_plugins"

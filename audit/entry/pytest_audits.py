@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks.auditor import Auditor
+from ..checks.auditor import Auditor, Found
 from ..checks.coverage import ledger_coverage
-from ..checks.findings import Found
 from ..checks.registry import Severity, Violation
 from ..events import HookFailed
 from ..figures.totals import Totals

@@ -18,7 +18,7 @@ from unittest.mock import NonCallableMock
 
 import pytest
 
-from ..checks.findings import Found
+from ..checks.auditor import Found
 from ..checks.registry import Violation
 from ..engines import blocks_out_of_reach, choose, host_version
 from ..engines.content.attached import worker_of

@@ -1,24 +1,683 @@
-"""One engine's journal, audited from a reader, to its present end.
+"""One engine's journal, audited: each event goes to the ledger, the checks, and the caller's observers.
 
-An :class:`EngineAudit` serves a whole journal and a live one alike: its figures of ended requests only ever
-rise. Whole journals are read in ``journals.py``, followed in ``followed_audit.py``.
+An :class:`EngineAudit` serves a whole journal and a live one alike. It is a session, the open accounts,
+blocks and clocks that the next event meets, and sums of what has ended; ``serialize.py`` saves it. Memory is
+bounded by open requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from ..causes import ENGINE_ENDED
-from ..checks.registry import Violation
-from ..events import EngineStarted, Finished
-from ..figures.sums import add_tokens
+import msgspec
+from msgspec.structs import replace
+
+from ..causes import BEGAN_BEFORE, ENGINE_ENDED, UNKNOWN
+from ..checks.auditor import Auditor, Findings, Found, Verdict
+from ..checks.coverage import Coverage, ledger_coverage
+from ..checks.registry import Invariant, Violation, is_once
+from ..events import EngineRaised, EngineStarted, Event, Finished, HookFailed, Stepped, WeightsChanged
+from ..figures.sums import Sums, add_tokens
+from ..figures.totals import Totals
 from ..journal.format import gone_by
+from ..journal.host_folders import engine_name, journal_name
 from ..journal.reader import Batch, Reader
+from ..ledger.account import Account
+from ..ledger.engine_postings import error_name
+from ..ledger.ledger_state import LedgerSums, Watch
 from ..text import utc
-from .event_audit import EventAudit
-from .verdict import counted
+from .windows import EVERYTHING, LossesInWindow, Window, last_start
+from .worker_journals import AFTER_PLANNING, WorkerJournals
+
+if TYPE_CHECKING:
+    from ..release_semantics import Meaning
+
+
+# --- sums ----------------------------------------------------------------------------------------------
+#
+# What everything that has ended in an engine adds up to: ``earlier + later``, by one rule.
+#
+# The engines of one name, a window and a restarted reader all are the state of the last part with the sum of
+# all parts. Nothing in these sums decides how the next event is audited.
+
+
+class WindowDoubts(Sums):
+    """What went wrong at a time that a bounded window may include."""
+
+    losses: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
+    """How many times events were lost."""
+    failures: LossesInWindow = msgspec.field(default_factory=LossesInWindow)
+    """How many times a hook failed."""
+    unobserved_from: float = math.inf
+    """Unix time from which the engine ran on without being observed, because a hook kept failing."""
+    errors: set[str] = set()
+    """Exceptions of the engine."""
+    requests: dict[str, bool] = {}
+    """For each request with a finding, whether it is in the window."""
+
+    def merge(self, more: WindowDoubts) -> None:
+        """Add what went wrong later."""
+        self.losses.merge(more.losses)
+        self.failures.merge(more.failures)
+        self.unobserved_from = min(self.unobserved_from, more.unobserved_from)
+        self.errors = self.errors | more.errors
+        self.requests = {**self.requests, **more.requests}
+
+
+class JournalSums(Sums):
+    """What was read of a journal, beside the sums of its ledger."""
+
+    events: int = 0
+    """How many events were read."""
+    requests: dict[tuple[str, str], int] = {}
+    """The number of ended requests, by verdict and outcome."""
+    unknown: dict[str, int] = {}
+    """The number of requests whose account is unknown, by the reason."""
+    notes: list[str] = []
+    """What a reader should know about how the journal ended and what was damaged in it."""
+    missed: list[str] = []
+    """What was kept of the journal, is not in it any more, and can't be used."""
+    lost_tails: int = 0
+    """How many journals ended without ``EngineStopped`` although their engines are gone."""
+    whole_until: float = 0.0
+    """Unix time of the last event before a lost tail."""
+    gone_by: float = math.inf
+    """Unix time by which the engine of a lost tail was gone."""
+    window: WindowDoubts = msgspec.field(default_factory=WindowDoubts)
+    """What went wrong in a bounded window."""
+
+    def merge(self, more: JournalSums) -> None:
+        """Add what was read later."""
+        whole_until, gone_by = max(self.whole_until, more.whole_until), min(self.gone_by, more.gone_by)
+        super().merge(more)
+        self.whole_until, self.gone_by = whole_until, gone_by
+
+
+class EngineSums(Sums):
+    """All sums of one engine, or of several that ran one after the other."""
+
+    ledger: LedgerSums = msgspec.field(default_factory=LedgerSums)
+    findings: Findings = msgspec.field(default_factory=Findings)
+    journal: JournalSums = msgspec.field(default_factory=JournalSums)
+    observed: dict[str, Any] = {}
+    """The sums of each observer (``observer.py``), by the name of its class."""
+
+
+# --- description ---------------------------------------------------------------------------------------
+#
+# What an engine said of itself when it started, read for reports and labels.
+
+
+class Described:
+    """Has an engine's description. Until the engine was seen to start, nothing is known."""
+
+    path: Path
+
+    @property
+    def engine(self) -> EngineStarted | None:
+        """How the engine described itself when it started."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The engine's name in findings and labels."""
+        return journal_name(self.path)
+
+    @property
+    def began_seconds(self) -> float | None:
+        """Unix time from which the journal's times count; None if no engine was seen to start."""
+        return None if self.engine is None else self.engine.began_seconds
+
+    @property
+    def created(self) -> float:
+        """Unix time since which the sums count: the engine's start, or that of the oldest segment left."""
+        return self.engine.wall_seconds if self.engine else 0.0
+
+    @property
+    def connector(self) -> str:
+        """The engine's connector; "none" if it has none."""
+        return str((self.engine and self.engine.configuration.get("connector")) or "none")
+
+    @property
+    def rank(self) -> int:
+        """The engine's data-parallel rank, which vLLM's own metrics have as ``engine``."""
+        settings = self.engine.configuration if self.engine else {}
+        index = settings.get("engine_index", settings.get("data_parallel_rank", 0))
+        return index if isinstance(index, int) else 0
+
+    @property
+    def model(self) -> str:
+        """The model that the engine serves; "" if the engine did not report it."""
+        return str(self.engine.configuration.get("model", "")) if self.engine else ""
+
+    @property
+    def kv_role(self) -> str:
+        """vLLM's ``kv_role`` of the engine; "" without a connector, or if the engine did not report it."""
+        return str(self.engine.configuration.get("kv_role") or "") if self.engine else ""
+
+    @property
+    def random_suffixes(self) -> bool:
+        """Whether the engine's release appends random digits to ids; of an unknown engine, yes."""
+        from ..client_ids import has_random_suffix
+        from ..release_semantics import release
+
+        return self.engine is None or has_random_suffix(release(self.engine.version))
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """For each figure that the engine reports, a sentence on what this release means by it."""
+        return {figure: row.says for figure, row in self._meanings().items()}
+
+    @property
+    def meaning_words(self) -> dict[str, str]:
+        """Like :attr:`meanings`, with one word a figure, for programs."""
+        return {figure: row.word for figure, row in self._meanings().items()}
+
+    def _meanings(self) -> dict[str, Meaning]:
+        from ..release_semantics import meanings
+
+        if self.engine is None:
+            return {}
+        return meanings(self.engine.version, v0=self.engine.adapter.startswith("v0"))
+
+
+# --- verdict -------------------------------------------------------------------------------------------
+#
+# What an audit concludes: verdict, doubts, notes and findings, of the requests in its window.
+
+
+class Judged(Described):
+    """An audit whose verdict can be asked for at any time."""
+
+    window: Window
+    auditor: Auditor
+    journal: JournalSums
+
+    @property
+    def engine(self) -> EngineStarted | None:
+        """How the engine described itself when it started."""
+        return self.auditor.ledger.engine
+
+    @property
+    def name(self) -> str:
+        """The engine's name in findings and labels."""
+        return self.auditor.engine or journal_name(self.path)
+
+    @property
+    def last_at(self) -> int:
+        """Time of the last event, in microseconds since the engine started."""
+        return self.auditor.ledger.at
+
+    @property
+    def closed(self) -> Totals:
+        """Totals of the requests of the window that have ended."""
+        return self.auditor.ledger.sums.ended
+
+    def totals(self) -> Totals:
+        """Sums over all requests of the window, open ones included."""
+        totals = self.closed.copy()
+        for account in self.open():
+            totals.add(account)
+        return totals
+
+    def open(self) -> Sequence[Account]:
+        """The accounts that are still open, as they stand; none if the window has an end.
+
+        None either if the engine was gone before the window began.
+        """
+        ledger, window = self.auditor.ledger, self.window
+        inside = window.until is None and window.touches(ledger.read_to, self.open_until)
+        accounts = list(ledger.open.values()) if inside else []
+        placed = self.journal.window.requests
+        placed.update((one.request_id, True) for one in accounts if one.request_id in placed)
+        return accounts
+
+    @property
+    def open_until(self) -> float:
+        """Unix time up to which a request that is open at the end of the trace may have run."""
+        if self.journal.lost_tails:
+            return self.journal.gone_by
+        ledger = self.auditor.ledger
+        return math.inf if ledger.stopped is None else ledger.read_to
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Findings, drifts included, in the requests of the window.
+
+        A finding that concerns no single request, or stands for all, belongs to each window in which it was
+        seen.
+        """
+        if not self.window.bounded:
+            return self.auditor.violations
+        self.open()
+        placed = self.journal.window.requests
+        return [
+            violation
+            for violation, inside in self.auditor.findings.placed()
+            if (inside if of_engine(violation) else placed.get(violation.request or "", False))
+        ]
+
+    @property
+    def found(self) -> list[Found]:
+        """How many findings each invariant has in the window, kept or not.
+
+        Which of the findings that are not kept are in a bounded window is not known, nor are its tokens.
+        """
+        totals = self.auditor.totals
+        if not self.window.bounded:
+            return totals
+        inside = Counter(violation.id for violation in self.violations)
+        return [
+            replace(
+                row,
+                findings=inside[row.id],
+                listed=inside[row.id],
+                tokens=None,
+                at_least=row.is_cut,
+            )
+            for row in totals
+            if inside[row.id] or row.is_cut
+        ]
+
+    @property
+    def coverage(self) -> Coverage:
+        """What this audit examined, and what it did not."""
+        return ledger_coverage(self.auditor.ledger, self.engine)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``violated`` for a violation in the window, else ``unknown`` if there are doubts."""
+        violated = any(violation.severity == "violation" for violation in self.violations)
+        if self.window.bounded:
+            violated |= any(verdict == "violated" for verdict, _ in self.journal.requests)
+        return "violated" if violated else "unknown" if self.doubts else "clean"
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the verdict can't be clean. What went wrong counts for each window that may include it."""
+        unknown = self.totals().doubtful_requests
+        if not self.window.bounded:
+            return [*self.journal.missed, *self.auditor.doubts_with(unknown), *self._tail_doubts()]
+        wrong = self.journal.window
+        unobserved = wrong.unobserved_from < math.inf
+        unobserved &= self.window.touches(wrong.unobserved_from, math.inf)
+        losses = wrong.losses.count(self.window)
+        failures = wrong.failures.count(self.window) or int(unobserved)
+        doubts = self.auditor.doubts_with(unknown, losses, failures, sorted(wrong.errors))
+        return [*self.journal.missed, *doubts, *self._tail_doubts()]
+
+    def _tail_doubts(self) -> list[str]:
+        """Up to when the trace is whole, if what may be missing after that can be in the window."""
+        tails, whole_until = self.journal.lost_tails, self.journal.whole_until
+        if not tails or not self.window.touches(whole_until, self.journal.gone_by):
+            return []
+        if tails > 1:
+            return [f"{tails} engines did not end in good order: their last events may be missing"]
+        return [
+            "the engine did not end in good order, or the journal's last segments were removed: "
+            f"the trace is whole up to {utc(whole_until)}"
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """How the journal ended and what was damaged in it; more may be appended."""
+        return self.journal.notes
+
+    @property
+    def all_notes(self) -> list[str]:
+        """How the journal was read, why the verdict can't be clean, and why requests are unknown."""
+        unknown = dict(self.journal.unknown)
+        before = unknown.pop(BEGAN_BEFORE, 0)
+        began = f"{counted(before, 'request')} began before the first kept segment, no figure includes them"
+        left_out = [began] if before else []
+        most_first = sorted(unknown.items(), key=lambda row: (-row[1], row[0]))
+        reasons = [f"in {requests} of them: {reason}" for reason, requests in most_first]
+        return [*self.notes, *left_out, *self.doubts, *reasons, *self.cut]
+
+    @property
+    def cut(self) -> list[str]:
+        """Of which invariants not all findings are listed, and how many are."""
+        return [f"{row.shown} of the findings of {row.id}" for row in self.found if row.is_cut]
+
+
+def of_engine(violation: Violation) -> bool:
+    """Whether a finding concerns no single request, or its first request stands for all."""
+    return violation.request is None or is_once(violation.id)
+
+
+def counted(n: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+# --- observer ------------------------------------------------------------------------------------------
+#
+# What a caller wants counted beside the ledger and the checks: an observer each, with its own sums.
+
+
+Handlers = Mapping[type[Event], Callable[[Any], object]]
+"""What is called with each event of a type, after the ledger has posted it."""
+
+
+class Observer:
+    """Observes one audit. ``sums`` can be taken and replaced, see :class:`~.sums.EngineSums`."""
+
+    kind: Callable[[], Any]
+    """Makes sums of nothing."""
+
+    def __init__(self, audit: Judged) -> None:
+        self.audit = audit
+        """The audit that is observed."""
+        self.sums: Any = self.new_sums()
+        """What was counted: sums, or a list."""
+
+    def new_sums(self) -> Any:
+        """Sums of nothing."""
+        return self.kind()
+
+    def handlers(self) -> Handlers:
+        """What is called with events; made anew when ``sums`` was replaced."""
+        return {}
+
+    def add(self, account: Account) -> None:
+        """A request of the window has ended, or is still open at the end of the journal."""
+
+    def close(self, account: Account, verdict: Verdict) -> None:
+        """A request of the window has ended."""
+        self.add(account)
+
+    def violated(self, id: str, at: int, account: Account | None) -> None:
+        """An invariant is violated, again or for the first time."""
+
+    def end(self) -> None:
+        """The engine has ended: drop all but the sums."""
+
+    @property
+    def saved(self) -> Any:
+        """What a checkpoint holds of this observer: a struct that has its sums."""
+        return self.sums
+
+    @saved.setter
+    def saved(self, value: Any) -> None:
+        self.sums = value
+
+
+# --- observed ------------------------------------------------------------------------------------------
+#
+# An audit's observers and all its sums, which can be taken, added and replaced.
+
+
+Kind = TypeVar("Kind", bound=Observer)
+ObserverKind = Callable[[Any], Observer]
+"""Makes an observer of an audit: its class."""
+
+
+class Observed(Judged):
+    """An audit with what its caller wants counted beside the ledger and the checks."""
+
+    def __init__(self, observers: Sequence[ObserverKind]) -> None:
+        self.journal = JournalSums()
+        """What was read of the journal, beside the sums of the ledger."""
+        self.on_event: list[Callable[[Event], object]] = []
+        """Functions called with each event after it was audited."""
+        self.on_closed: list[Callable[[Account, Verdict], None]] = []
+        """Functions called with each account of the window that closes, and its verdict."""
+        self.on_violation: list[Callable[[str, int, Account | None], None]] = []
+        """Functions called with each violation, repeated ones included: its id, time and account."""
+        self.observers: list[Observer] = []
+        """What counts beside the ledger and the checks."""
+        self._by_class: dict[type[Observer], Observer | None] = {}
+        """What was found of each class that was asked for."""
+        self._handlers: dict[type[Event], list[Callable[[Any], object]]] = {}
+        """What observers call with each type of event."""
+        for kind in observers:
+            observer = kind(self)
+            self.observers.append(observer)
+            self.on_closed.append(observer.close)
+            self.on_violation.append(observer.violated)
+        self._connect()
+
+    def observer(self, kind: type[Kind]) -> Kind | None:
+        """The observer of this class; None if the caller wanted none."""
+        if kind not in self._by_class:
+            self._by_class[kind] = next((one for one in self.observers if isinstance(one, kind)), None)
+        return cast("Kind | None", self._by_class[kind])
+
+    def of(self, kind: type[Kind]) -> Kind:
+        """The observer of this class, which the caller must have wanted."""
+        found = self.observer(kind)
+        assert found is not None, f"{kind.__name__} does not observe this audit"
+        return found
+
+    def _connect(self) -> None:
+        """Call the observers with the events that they handle."""
+        handlers = defaultdict(list)
+        for observer in self.observers:
+            for kind, handle in observer.handlers().items():
+                handlers[kind].append(handle)
+        self._handlers = dict(handlers)
+
+    @property
+    def sums(self) -> EngineSums:
+        """What everything that has ended adds up to. They still rise, unless other sums replace them."""
+        observed = {type(one).__name__: one.sums for one in self.observers}
+        return EngineSums(self.auditor.ledger.sums, self.auditor.findings, self.journal, observed)
+
+    @sums.setter
+    def sums(self, sums: EngineSums) -> None:
+        self.auditor.ledger.sums, self.auditor.findings = sums.ledger, sums.findings
+        self.journal = sums.journal
+        for one in self.observers:
+            one.sums = sums.observed[type(one).__name__]
+        self._connect()
+
+    def take_sums(self) -> EngineSums:
+        """The sums so far; new ones begin."""
+        taken = self.sums
+        observed = {type(one).__name__: one.new_sums() for one in self.observers}
+        self.sums = EngineSums(LedgerSums(), Findings(), JournalSums(), observed)
+        return taken
+
+
+# --- event audit ---------------------------------------------------------------------------------------
+#
+# One engine's events, audited: each goes to the ledger, the checks, and the caller's observers.
+#
+# It is a session: the open accounts, blocks and clocks that the next event meets, saved and taken up again
+# by ``serialize.py``. What has ended adds up to ``sums``. Memory is bounded by open requests.
+
+
+UNREAD = -1.0
+"""No time of an engine's start."""
+
+
+class EventAudit(Observed):
+    """Audits the events of one engine, and those of its workers.
+
+    ``observers`` count what the caller wants beside the ledger and the checks. ``window``: requests that
+    ended outside it are left out of all sums. ``watch`` selects the requests whose postings are kept, and
+    ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
+    """
+
+    removed_kept: ClassVar[int] = 1 << 18
+    """How many evicted hashes are remembered, to tell evicted tokens from those never seen before."""
+
+    def __init__(
+        self,
+        path: Path,
+        observers: Sequence[ObserverKind] = (),
+        *,
+        window: Window = EVERYTHING,
+        watch: Watch | None = None,
+        invariants: Iterable[Invariant] | None = None,
+        name: str = "",
+    ) -> None:
+        self.path = path
+        """The journal's folder, or a single segment file."""
+        self.window = window
+        """The time window that requests must have ended in to be counted."""
+        self._clock: float | None = UNREAD
+        """What :attr:`clock` has read."""
+        self.auditor = Auditor(
+            engine=name,
+            keep_closed=True,
+            watch=watch,
+            counted=self._counts if window.bounded else None,
+            on_violation=self._violated,
+            invariants=invariants,
+            in_window=self.holds if window.bounded else None,
+            name_of=partial(engine_name, path=path),
+        )
+        """The ledger and the checks that every event goes through."""
+        self.auditor.ledger.blocks.removed_kept = self.removed_kept
+        self.workers = WorkerJournals(path)
+        """The journals of this engine's workers."""
+        self.event: Event | None = None
+        """The event with which accounts close now; None if an engine is gone and they close without one."""
+        super().__init__(observers)
+
+    def feed(self, number: int, event: Event) -> list[Violation]:
+        """Audit one event; returns the findings that are new."""
+        auditor, workers = self.auditor, self.workers
+        ledger = auditor.ledger
+        from_workers: list[Violation] = []
+        if 0 <= workers.next_step <= ledger.step and type(event) in AFTER_PLANNING:
+            from_workers = self._feed_worker_steps()
+        if workers.calls and isinstance(event, Stepped | WeightsChanged):
+            self._feed_worker_calls(ledger.clock + event.at / 1e6)
+        if self.window.bounded:
+            findings = from_workers + self._post(event, number)
+            placed = ((one.request, False) for one in findings if one.request)
+            self.journal.window.requests.update(placed)
+        else:
+            findings = auditor.feed(event, number)
+            if from_workers:
+                findings = from_workers + findings
+        for observe in self.on_event:
+            observe(event)
+        handlers = self._handlers.get(type(event))
+        if handlers or ledger.closed:
+            try:
+                for handle in handlers or ():
+                    handle(event)
+                if ledger.closed:
+                    self.event = event
+                    self._add_closed()
+            except Exception:
+                auditor.note_failure(event)
+                ledger.closed.clear()
+        return findings
+
+    def _post(self, event: Event, number: int) -> list[Violation]:
+        """Post and check one event, and place what went wrong with it in a bounded window."""
+        if not self.window.bounded:
+            return self.auditor.feed(event, number)
+        ledger, placed = self.auditor.ledger, self.journal.window
+        before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
+        findings = self.auditor.feed(event, number)
+        began = self.began_seconds or 0.0
+        between = began + before / 1e6, began + event.at / 1e6
+        placed.losses.place(self.window, ledger.sums.gaps > gaps, *between)
+        placed.failures.place(self.window, ledger.sums.hook_failures > failures, *between)
+        if type(event) is HookFailed and event.removed:
+            placed.unobserved_from = between[0]
+        if type(event) is EngineRaised and self.window.holds(between[1]):
+            placed.errors |= {error_name(event)} & ledger.sums.engine_errors.keys()
+        return findings
+
+    def _feed_worker_steps(self) -> list[Violation]:
+        """Audit what workers did up to the current step; returns the findings that are new."""
+        ledger = self.auditor.ledger
+        return [
+            violation
+            for event in self.workers.upto(ledger.step)
+            for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
+        ]
+
+    def _feed_worker_errors(self) -> None:
+        """Audit the exceptions that left the workers' connectors."""
+        ledger, raised = self.auditor.ledger, self.workers.raised
+        self.workers.raised = []
+        for event in raised:
+            self._post(replace(event, at=ledger.at, lost=False), ledger.number)
+
+    def _feed_worker_calls(self, until: float) -> None:
+        """Audit the calls of workers that change weights, up to a Unix time."""
+        ledger = self.auditor.ledger
+        for event in self.workers.calls_until(until):
+            self._post(replace(event, at=ledger.at), ledger.number)
+
+    # --- accounts ---------------------------------------------------------------------------------------
+
+    def _add_closed(self) -> None:
+        """Add the accounts that closed to the sums, and drop them from the ledger."""
+        closed, journal = self.auditor.ledger.closed, self.journal
+        for account in closed.values():
+            verdict = self._verdict_of(account)
+            self.auditor.found_in.pop(account.request, None)
+            if self.window.bounded:
+                inside = self._counts(account)
+                if account.request_id in journal.window.requests:
+                    journal.window.requests[account.request_id] = inside
+                if not inside:
+                    continue
+            if account.unknown is not None:
+                add_tokens(journal.unknown, account.unknown, 1)
+            if account.unknown != BEGAN_BEFORE:
+                kind = (verdict, account.outcome or UNKNOWN)
+                journal.requests[kind] = journal.requests.get(kind, 0) + 1
+            for callback in self.on_closed:
+                callback(account, verdict)
+        closed.clear()
+
+    def _verdict_of(self, account: Account) -> Verdict:
+        if self.auditor.is_violated_by(account.request):
+            return "violated"
+        return "unknown" if account.unknown is not None else "clean"
+
+    @property
+    def began_seconds(self) -> float | None:
+        """Unix time from which the journal's times count; None if no engine was seen to start."""
+        first = super().began_seconds
+        return first if first is None or self.clock is None else self.clock
+
+    @property
+    def clock(self) -> float | None:
+        """The same by the newest segment when it was first asked for; None: not known."""
+        if self._clock == UNREAD:
+            newest = last_start(self.path)
+            self._clock = newest.began_seconds if newest else None
+        return self._clock
+
+    def take_clock(self, newest: EngineStarted) -> None:
+        """Count the journal's times by a newer description of the engine."""
+        self._clock = newest.began_seconds
+
+    def _counts(self, account: Account) -> bool:
+        return self.window.has(account, self.began_seconds)
+
+    def holds(self, at: int) -> bool:
+        """Whether the window has this time of the journal, in microseconds."""
+        return self.window.holds((self.began_seconds or 0.0) + at / 1e6)
+
+    def _violated(self, id: str, at: int, account: Account | None) -> None:
+        for callback in self.on_violation:
+            callback(id, at, account)
+
+
+# --- engine audit --------------------------------------------------------------------------------------
+#
+# One engine's journal, audited from a reader, to its present end.
+#
+# An :class:`EngineAudit` serves a whole journal and a live one alike: its figures of ended requests only
+# ever rise. Whole journals are read in ``journals.py``, followed in ``followed_audit.py``.
 
 
 class EngineAudit(EventAudit):

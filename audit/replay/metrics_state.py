@@ -1,22 +1,24 @@
 """What metrics need beyond the ledger's totals, counted at rare events and when an account closes.
 
 There is one :class:`MetricsState` for each engine. It consists of plain numbers, dicts and lists, so that a
-checkpoint holds all of it. Steps and outputs are not counted here: the events in :data:`METRICS_HANDLERS`
-are rare, and an account closes once. ``*_seconds`` are seconds; points in time are Unix time.
+checkpoint holds all of it. Also here: distributions, and the prompts that two engines share.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from .. import events as ev
 from ..analysis.block_states import BLOCK_EVENTS, BlockStates
+from ..bounded_tables import keep_newest
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
-from ..client_ids import has_random_suffix
+from ..client_ids import has_random_suffix, part_of
 from ..figures.declared import BY_NAME, FIGURES
 from ..figures.labels import GROUPED, value_of
 from ..figures.sums import NoSum, Sums
@@ -24,8 +26,157 @@ from ..figures.totals import Totals
 from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
 from ..ledger.kv_events import KVEventCounts
 from ..release_semantics import release
-from .distribution import Distribution, Exemplar
-from .shared_prompts import CONSUMER, PRODUCER, SharedPrompts, WaitingPrompt, key_of
+
+# --- distribution --------------------------------------------------------------------------------------
+#
+# A histogram of one value per request, and the exemplar of each bucket.
+
+
+class Exemplar(msgspec.Struct, frozen=True):
+    """One request as an example of a bucket: its id, the caller's trace id ("" if none) and its value."""
+
+    request_id: str
+    trace_id: str
+    value: float
+    at_seconds: float
+
+
+class Distribution(Sums):
+    """A histogram: how often a value was at most each of ``bounds`` and above the bound before.
+
+    ``counts`` has one more item than ``bounds``, for values above all of them. ``exemplars`` holds the
+    latest request of each bucket that has one. The sum is kept in whole ``millionths``, because a sum of
+    floats would depend on the order in which journals are added, and might even fall slightly.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    millionths: int = 0
+    exemplars: dict[int, Exemplar] = {}
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> Distribution:
+        """An empty histogram."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, exemplar: Exemplar | None = None) -> None:
+        """Count one value."""
+        place = bisect_left(self.bounds, value)
+        self.counts[place] += 1
+        self.millionths += round(value * 1e6)
+        if exemplar is not None:
+            self.exemplars[place] = exemplar
+
+    def merge(self, other: Distribution) -> None:
+        """Add the counts of another histogram."""
+        self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
+        self.millionths += other.millionths
+        self.exemplars = self.exemplars | other.exemplars
+
+    @property
+    def sum(self) -> float:
+        """The sum of all values, each rounded to a millionth."""
+        return self.millionths / 1e6
+
+    @property
+    def observed(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+
+# --- shared prompts ------------------------------------------------------------------------------------
+#
+# Find out which prompts of an engine with ``kv_role`` ``kv_consumer`` a prefill engine counts, too.
+#
+# A transfer that the router asked for is marked in the request. Where prefill and decode engines share a
+# store, nothing marks the request of the decode engine, and a router may also send it a prompt that no
+# prefill engine had. So it waits here until a prefill engine of the same model has, or has not, a request of
+# the same call, prompt, sample and length (``prompt_pairs.py``).
+
+
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+
+MOST_PREFILLED = 1 << 12
+"""Requests of a prefill engine that are remembered."""
+
+MOST_WAITING = 1 << 12
+"""Requests of a decode engine that wait. What is more is unknown at once."""
+
+
+class WaitingPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """An ended request of a decode engine. Times are Unix times."""
+
+    key: int
+    """Names the call, prompt, sample and length."""
+    arrived: float
+    closed: float
+    tokens: dict[str, int]
+    """Settled prompt tokens by source."""
+
+
+class SharedPrompts(Sums):
+    """What one engine has of prompts that two engines may share."""
+
+    prefilled: dict[int, list[float]] = {}
+    """A prefill engine's requests by their key: when they arrived, as far as no decode engine has them."""
+    since: float = 0.0
+    """The Unix time from which all of these are known; 0.0: all are."""
+    waiting: list[WaitingPrompt] = []
+    """A decode engine's requests that are not decided."""
+    unknown: list[WaitingPrompt] = []
+    """Those for which there is no room."""
+    changes: int = 0
+    """How often something was decided."""
+
+    def prefill(self, request_id: str, prompt_tokens: int, arrived: float, *, suffixed: bool) -> None:
+        """Remember a request that a prefill engine got."""
+        key = key_of(request_id, prompt_tokens, suffixed=suffixed)
+        self.prefilled[key] = [*self.prefilled.pop(key, ()), arrived]
+        self._bound()
+
+    def _bound(self) -> None:
+        for times in keep_newest(self.prefilled, MOST_PREFILLED):
+            self.since = max(self.since, *times)
+
+    def wait(self, prompt: WaitingPrompt) -> None:
+        """Let a decode engine's request wait."""
+        self.waiting.append(prompt)
+        if len(self.waiting) > MOST_WAITING:
+            self.unknown.append(self.waiting.pop(0))
+
+    def take(self, key: int) -> bool:
+        """Whether this prefill engine had the request; it is then no other request's."""
+        times = self.prefilled.pop(key, [])
+        if times[1:]:
+            self.prefilled[key] = times[1:]
+        self.changes += bool(times)
+        return bool(times)
+
+    def merge(self, other: SharedPrompts) -> None:
+        """Add those of another engine of the same name, which ran later."""
+        for key, times in other.prefilled.items():
+            self.prefilled[key] = [*self.prefilled.get(key, ()), *times]
+        self._bound()
+        self.since = max(self.since, other.since)
+        self.waiting += other.waiting
+        self.unknown += other.unknown
+
+
+def key_of(request_id: str, prompt_tokens: int, *, suffixed: bool) -> int:
+    """A number for the call, prompt, sample and length of a request."""
+    words = "\0".join(map(str, (*part_of(request_id, suffixed=suffixed), prompt_tokens)))
+    return int.from_bytes(blake2b(words.encode(), digest_size=7).digest(), "big")
+
+
+# --- metrics state -------------------------------------------------------------------------------------
+#
+# What metrics need beyond the ledger's totals, counted at rare events and when an account closes.
+#
+# There is one :class:`MetricsState` for each engine. It consists of plain numbers, dicts and lists, so that
+# a checkpoint holds all of it. Steps and outputs are not counted here: the events in
+# :data:`METRICS_HANDLERS` are rare, and an account closes once. ``*_seconds`` are seconds; points in time
+# are Unix time.
+
 
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 """A caller's trace context: trace id, span id, flags. https://www.w3.org/TR/trace-context/#traceparent-header"""

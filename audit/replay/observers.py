@@ -24,10 +24,8 @@ from ..events import (
     Stepped,
 )
 from ..ledger.account import Account
-from .engine_audit import EngineAudit
+from .engine_audit import EngineAudit, Handlers, Judged, Observer
 from .metrics_state import METRICS_HANDLERS, MetricsState
-from .observer import Handlers, Observer
-from .verdict import Judged
 
 LIVE_SAMPLE = 1024
 """Observations kept of an engine that is followed, since a checkpoint holds them."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from .followed_audit import FollowedAudit
-from .shared_prompts import PRODUCER, WaitingPrompt
+from .metrics_state import PRODUCER, WaitingPrompt
 
 BEFORE_SECONDS = 120.0
 """A prompt reaches its decode engine at most so long after its prefill engine."""

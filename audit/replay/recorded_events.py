@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
-from ..analysis.routing import Contents, EngineSide, RoutedRequest, Row, Sides, row_of
-from ..errors import LedgerError
+from ..analysis.router_index import Index, contents_of
+from ..analysis.routing import Contents, EngineSide, RoutedRequest, Routing, Row, Sides, before_of, row_of
+from ..client_ids import client_names
+from ..errors import JournalError, LedgerError
 from ..events import EngineStarted, EngineStopped, Event, KVEventsReceived
 from ..figures.sums import merge_tokens
 from ..journal.format import is_live, segments
+from ..journal.host_folders import engine_name
 from ..journal.reader import Batch, Position, Reader
 from ..journal.writer import CLOCK_SECONDS
-from ..ledger.kv_events import CLEARED, GPU, HORIZON_SECONDS, KVComparison, KVEventCounts, kv_events, of_group
-from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside
+from ..ledger.entries import Entry
+from ..ledger.kv_events import (
+    CLEARED,
+    GPU,
+    HORIZON_SECONDS,
+    KINDS,
+    REMOVED,
+    STORED,
+    KVComparison,
+    KVEventCounts,
+    kv_events,
+    of_group,
+)
+from .engine_audit import EngineAudit, counted
+from .parallel import attempting, whole_ones
+from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside, same_port
 
 FORGET_SECONDS = 600.0
 """What the cache of an engine held is forgotten so long after its end."""
@@ -355,3 +373,244 @@ def _count(row: Row, counts: KVEventCounts) -> None:
 def _written(path: Path) -> float:
     """Unix time at which a recording was written last."""
     return max((each.stat().st_mtime for each in segments(path).values()), default=0.0)
+
+
+# --- event journals ------------------------------------------------------------------------------------
+#
+# Journals beside the recorded KV events of their engines, read to their end a batch at a time.
+
+
+CORRECTED = "the KV events can't be compared: the machine's clock was corrected while the engine ran"
+
+
+class EventJournal:
+    """One engine's journal, and its recorded KV events up to where the journal was read."""
+
+    def __init__(self, path: Path, contents: Contents | None = None) -> None:
+        self.path = path
+        """The journal."""
+        self.events = RecordedEvents(path, contents)
+        """The recordings beside the journal."""
+        self.counts = KVEventCounts()
+        """What the comparison and the routing of this engine counted."""
+        self.started: EngineStarted | None = None
+        """How the engine described itself."""
+        self.until = 0.0
+        """Unix time up to which the journal was read."""
+        self.over = False
+        """Whether everything was read."""
+        self._reader = Reader(path)
+        """Reads the journal."""
+        self._batches = self._reader.poll()
+        """The batches that were not read yet."""
+
+    def step(self) -> None:
+        """Read one batch of the journal, or find that there is none and read the rest of the recordings."""
+        batch = next(self._batches, None)
+        for event in batch.events if batch is not None else ():
+            self.events.feed(event)
+            if isinstance(event, EngineStarted):
+                self.started = self.started or event
+            if self.started is not None:
+                self.until = self.started.began_seconds + event.at / 1e6
+        self.over = batch is None
+        if self.started is not None:
+            gone = self.until if self._reader.ended else math.inf
+            self.events.advance(
+                self.started,
+                self.until,
+                self.until,
+                self.counts,
+                at_end=self.over,
+                ended=gone if self.over else None,
+            )
+        if self.over:
+            self._reader.close()
+
+
+def read_together(
+    journals: Sequence[EventJournal], each: Callable[[EventJournal, float], None] | None = None
+) -> None:
+    """Read journals to their end, always the one that is behind the others.
+
+    ``each`` is called with a journal after a step, and the Unix time up to which all others were read.
+    """
+    waiting = list(journals)
+    while waiting:
+        journal = min(waiting, key=lambda one: one.until)
+        journal.step()
+        waiting = [one for one in waiting if not one.over]
+        if each is not None:
+            each(journal, min((one.until for one in waiting if one is not journal), default=math.inf))
+
+
+def compare_events(audit: EngineAudit) -> KVEventCounts | None:
+    """Compare an audited engine's recorded KV events with its cache; add the findings and a note.
+
+    All of the journal is read, and the findings are those of the audit's window.
+    None if nothing was recorded beside the journal, or nothing can be compared: a note says why.
+    """
+    engine = audit.engine
+    if not recordings_beside(audit.path) or engine is None:
+        return None
+    if reason := incomparable(engine):
+        audit.notes.append(reason)
+        return None
+    if rival := Neighbours(audit.path).rival(engine):
+        audit.notes.append(same_port(rival))
+        return None
+    journal = EventJournal(audit.path)
+    read_together([journal])
+    if journal.events.corrected:
+        audit.notes.append(CORRECTED)
+        return None
+    if not journal.counts.batches:
+        audit.notes.append("the recorded KV events beside this journal are not of this engine")
+        return None
+    number = audit.auditor.ledger.number
+    for subject, step, at in journal.events.comparison.differences():
+        if audit.holds(at):
+            audit.auditor.check([Entry(number, step, at, subject, None)])
+    note = _note(journal.counts)
+    audit.notes.append(f"in the whole journal, {note}" if audit.window.bounded else note)
+    return journal.counts
+
+
+def _note(counts: KVEventCounts) -> str:
+    """What the comparison found, in one sentence."""
+    stores, removals, resets = (counts.matched.get(KINDS[kind], 0) for kind in (STORED, REMOVED, CLEARED))
+    batches = f"{counts.batches:,} {'batch' if counts.batches == 1 else 'batches'}"
+    parts = [
+        f"{batches} of KV events agree with the cache on "
+        f"{counted(stores, 'store')}, {counted(removals, 'removal')} and {counted(resets, 'reset')}"
+    ]
+    rest = (
+        (counts.in_flight, "in flight at the end"),
+        (counts.before, "before the recording or the journal began"),
+        (counts.dropped, "too many to compare"),
+        (counts.repeated, "repeated stores of cached blocks"),
+        (counts.copies, "unannounced removals of a block whose hash stays cached"),
+        (counts.other_tiers, "in other tiers"),
+    )
+    parts += [f"{number:,} {words}" for number, words in rest if number]
+    return "; ".join(parts)
+
+
+# --- routed --------------------------------------------------------------------------------------------
+#
+# Read what ``kvledger routing`` compares: requests and caches of engines, and their recorded KV events.
+#
+# All journals are read at once, so little of each is kept. Another index than our own can't be asked how it
+# was a short time ago. So it is replayed in between: a first reading finds the requests and the batches, the
+# index is asked in the order of arrival, and a second reading explains what it said.
+
+
+MakeIndex = Callable[[Contents], Index]
+"""Makes an index; by hash id, it is given a keyed hash of the tokens, as far as it was recorded."""
+
+PredictedByPort = Mapping[str, Mapping[int, int]]
+"""What a router predicted: by a request's id, the tokens of each engine by the port of its KV events."""
+
+Arrived = tuple[float, int, KVEventsReceived]
+"""A batch, the Unix time at which it was received, and the number of its engine."""
+
+
+def routing(
+    journals: Sequence[Path], index: MakeIndex | None = None, predicted: PredictedByPort | None = None
+) -> Routing:
+    """What the recorded KV events of all engines promised of each request, and what it then found.
+
+    ``index`` makes another index, of the tokens of the blocks that were announced. Raises LedgerError if an
+    engine has no recording that can be compared with its blocks. ``predicted`` takes the place of the index.
+    """
+    if index is None and predicted is None:
+        return _routing(journals)
+    batches: list[Arrived] = []
+    asked: list[tuple[RoutedRequest, Sides]] = []
+    _routing(journals, promised=lambda *each: asked.append(each), batches=batches)
+    contents = contents_of(batch for _, _, batch in batches)
+    if index is not None:
+        said = asked_in_order(index(contents), asked, batches)
+        return _routing(journals, contents, lambda request, _: said[request.engine, request.number])
+    return _routing(journals, contents, partial(_predicted, predicted or {}))
+
+
+def _routing(
+    journals: Sequence[Path],
+    contents: Contents | None = None,
+    promised: Promised | None = None,
+    batches: list[Arrived] | None = None,
+) -> Routing:
+    """Read the journals once. ``batches`` gets every batch."""
+    engines = [EventJournal(path, contents) for path in journals]
+    together = [engine.events for engine in engines]
+    rows: list[Row] = []
+
+    def each(engine: EventJournal, others: float) -> None:
+        for one in engines if engine.over else (engine,):
+            rows.extend(one.events.route(together, one.until, others, one.counts, promised))
+
+    for number, events in enumerate(together):
+        if batches is not None:
+            events.on_batch = lambda at, batch, number=number: batches.append((at, number, batch))
+    read_together(engines, each)
+    names = list(whole_ones(map(attempting(_checked), engines)))
+    rows.sort(key=lambda row: (row.request.arrived, row.request.engine, row.request.step))
+    arrived = sum(events.cache.arrived for events in together)
+    gaps = sum(engine.counts.gaps + bool(engine.events.comparison.begins) for engine in engines)
+    return Routing(names, rows, arrived - len(rows), gaps)
+
+
+def _checked(engine: EventJournal) -> str:
+    """The engine's name. Raises JournalError if its KV events can't be compared with its requests."""
+    started, cache = engine.started, engine.events.cache
+    if started is None:
+        raise JournalError(f"{engine.path}: no engine was seen to start.")
+    if reason := incomparable(started):
+        raise JournalError(f"{engine.path}: {reason}.")
+    if rival := Neighbours(engine.path).rival(started):
+        raise JournalError(f"{engine.path}: {same_port(rival)}.")
+    if not cache.block_tokens:
+        raise JournalError(
+            f"{engine.path}: this command needs block events of an engine with a KV cache group of full "
+            "attention, which KVLEDGER_LEVEL=blocks records."
+        )
+    if not engine.counts.batches and cache.number:
+        raise JournalError(f"{engine.path}: no KV events of this engine were recorded beside its journal.")
+    return engine_name(started, engine.path)
+
+
+def asked_in_order(
+    index: Index, asked: Sequence[tuple[RoutedRequest, Sides]], batches: list[Arrived]
+) -> dict[tuple[int, int], dict[int, int]]:
+    """What an index says of each request when it arrives, by the request's engine and number."""
+    batches.sort(key=lambda each: each[:2])
+    said, place = {}, 0
+    heard: set[int] = set()
+    for request, sides in sorted(asked, key=lambda each: each[0].arrived):
+        while place < len(batches) and batches[place][0] <= request.arrived:
+            _, number, batch = batches[place]
+            heard.add(number)
+            index.apply(number, batch)
+            place += 1
+        every = index.held(request.hashes)
+        there = {number for number, side in sides.items() if side.ended >= request.arrived}
+        held = {number: blocks for number, blocks in every.items() if number in there}
+        before = before_of(sides, request.engine)
+        if request.engine not in heard and before in every:
+            held[request.engine] = every[before]
+        said[request.engine, request.number] = held
+    return said
+
+
+def _predicted(predicted: PredictedByPort, request: RoutedRequest, sides: Sides) -> dict[int, int] | None:
+    """A router's prediction in blocks of each engine that was there when the request arrived, if any."""
+    names = sorted(client_names(request.request_id, None))
+    name = next((name for _, name in names if name in predicted), None)
+    if name is None:
+        return None
+    there = {
+        side.address: engine for engine, side in sides.items() if side.began <= request.arrived <= side.ended
+    }
+    size = sides[request.engine].cache.block_tokens
+    return {there[port]: tokens // size for port, tokens in predicted[name].items() if port in there}

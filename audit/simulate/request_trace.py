@@ -13,7 +13,7 @@ from pathlib import Path
 from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..events import Setting
-from ..replay.request_traces import TracedRequest, traced_requests
+from ..replay.block_traces import TracedRequest, traced_requests
 from .settings import NAMES
 from .study import Source
 from .traffic import HASH, SimulatedRequest, Traffic

@@ -16,8 +16,7 @@ from ...audit import events as ev
 from ...audit.checks.registry import Violation, is_once
 from ...audit.ledger.account import Account
 from ...audit.ledger.engine_postings import error_name
-from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.verdict import of_engine
+from ...audit.replay.engine_audit import EngineAudit, of_engine
 from ...audit.replay.windows import LossesInWindow, Window
 
 

@@ -19,9 +19,9 @@ from ...audit.journal.host_folders import journal_name
 from ...audit.journal.reader import Position
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.journal_parts import skip_to_window
 from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts, Steps, taken
-from ...audit.replay.window_start import skip_to_window
 from ...audit.replay.windows import Window
 from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState

@@ -8,9 +8,8 @@ from ...audit.analysis.costs import CostTally
 from ...audit.analysis.source_differences import Differences, Figures, Reconciliation, add_difference
 from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.engine_audit import EngineAudit, WindowDoubts
 from ...audit.replay.observers import Lost, Reconciled
-from ...audit.replay.sums import WindowDoubts
 from ...audit.replay.windows import Window
 from .hours import HOUR_DIFFERENCES, HOURS
 from .kept import OPEN_HOUR, Session, hour_time

@@ -15,7 +15,6 @@ from ...audit.figures.declared import FIGURES, OTHER
 from ...audit.figures.figure import MICROSECONDS, Counter, Figure, Histogram
 from ...audit.hooks import TIMED_STEPS
 from ...audit.ledger.weights_postings import CHANGES
-from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import (
     REWORK,
@@ -25,6 +24,7 @@ from ...audit.replay.metrics_state import (
     TIMES,
     VERDICTS,
     WAIT_SECONDS,
+    Distribution,
 )
 from . import values as read
 from .values import MetricReader, MetricSample

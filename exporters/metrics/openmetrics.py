@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from ...audit.replay.distribution import Distribution
+from ...audit.replay.metrics_state import Distribution
 from .metric_list import SUMMED, Metric
 from .prometheus import bucket_bounds, openmetrics_exemplar
 from .values import MetricSample

@@ -29,8 +29,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from ... import __version__
 from ...audit.errors import LedgerError
 from ...audit.ledger.account import Account
-from ...audit.replay.distribution import Distribution
 from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.metrics_state import Distribution
 from .metric_list import Metric, collect
 from .spans import Ids, RequestSpans
 from .values import MetricSample

@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 
-from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.metrics_state import Distribution, Exemplar
 from .metric_list import METRICS, SUFFIXES, Metric, collect
 from .values import MetricSample
 

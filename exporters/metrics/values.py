@@ -27,9 +27,15 @@ from ...audit.figures.declared import OTHER, PROMPTS, parts_of
 from ...audit.figures.totals import Totals
 from ...audit.journal.format import is_live
 from ...audit.ledger.kv_events import KVEventCounts
-from ...audit.replay.distribution import Distribution, Exemplar
 from ...audit.replay.followed_audit import FollowedAudit
-from ...audit.replay.metrics_state import ROLES, VERDICTS, LookupCounts, ViolationCount
+from ...audit.replay.metrics_state import (
+    ROLES,
+    VERDICTS,
+    Distribution,
+    Exemplar,
+    LookupCounts,
+    ViolationCount,
+)
 from .labels import engine_label
 
 SOURCES = parts_of("prompt_tokens", PROMPTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...audit.checks.findings import Found
+from ...audit.checks.auditor import Found
 from .audit_data import AuditReport, FindingData
 from .audit_text import counts, verdict
 

@@ -13,8 +13,8 @@ import msgspec
 
 from ...audit.analysis.source_differences import Differences, Figures, Reconciliation
 from ...audit.causes import DIFFERENCES
+from ...audit.checks.auditor import Found
 from ...audit.checks.coverage import Coverage, count_words, verdict_words
-from ...audit.checks.findings import Found
 from ...audit.checks.registry import Figure, Violation, catalogue
 from ...audit.figures.declared import FIGURES as DECLARED
 from ...audit.figures.totals import Totals

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...audit.causes import external_loss, loss
-from ...audit.checks.findings import Found
+from ...audit.checks.auditor import Found
 from . import contents, costs, weights
 from .audit_data import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
 from .terminal import (

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...audit.entry.doctor import Diagnosis
-from ...audit.entry.doctor_contents import ContentsDiagnosis
+from ...audit.entry.doctor import ContentsDiagnosis, Diagnosis
 from ...audit.faults.listing import KnownOfRelease
 from ..csv_cells import csv_of
 from .faults import fault_sentence

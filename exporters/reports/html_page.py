@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ... import __version__
 from ...audit.causes import loss
+from ...audit.checks.auditor import Found
 from ...audit.checks.coverage import drift_words
-from ...audit.checks.findings import Found
 from ...audit.checks.registry import Reference, catalogue
 from ..files import write_whole
 from ..templating import environment

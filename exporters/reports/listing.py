@@ -15,9 +15,8 @@ from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import find_journals, host_folders
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.atomic_files import FOLDER
-from ...audit.replay.find import journals_at
+from ...audit.replay.find import journals_at, short_names
 from ...audit.replay.parallel import Run, here, is_remote
-from ...audit.replay.short_names import short_names
 from ...audit.text import utc
 from ..csv_cells import structs_csv
 from .terminal import blocks, bytes_text, counted, plain_table

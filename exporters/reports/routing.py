@@ -14,7 +14,7 @@ from rich.text import Text
 from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
-from ...audit.replay.routed import routing
+from ...audit.replay.recorded_events import routing
 from ..csv_cells import csv_of
 from . import terminal
 

@@ -21,9 +21,7 @@ from ...audit.ledger.account import Account
 from ...audit.replay.find import journals_at
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.journals import Audit
-from ..sidecar.followed_journal import FollowedJournal
-from ..sidecar.follower import Follower, ignore
-from ..sidecar.journal_finder import Notify
+from ..sidecar.follower import FollowedJournal, Follower, Notify, ignore
 from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
 

@@ -14,9 +14,8 @@ from rich.text import Text
 from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.whatif import TRUSTED_POINTS, Calibration, Options, SizePoint, WhatIf, what_if
 from ...audit.errors import LedgerError
-from ...audit.replay.block_traces import block_trace, request_trace
+from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
 from ...audit.replay.parallel import Run, here, readable
-from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import EVERYTHING, Window
 from ..csv_cells import structs_csv
 from ..facts.kept_blocks import recorded_blocks, traces_at

@@ -16,7 +16,7 @@ from ...audit.errors import LedgerError, Missed
 from ...audit.replay.windows import duration
 from ...audit.text import utc
 from ..metrics.values import Health
-from .journal_finder import Notify
+from .follower import Notify
 
 COMPACT = "import os; os.nice(10); from kvledger.cli import main; main()"
 LOOK_SECONDS = 0.2

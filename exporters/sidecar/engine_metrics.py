@@ -1,7 +1,7 @@
-"""Scrapes the engines' own metrics (``--engine-url``); ``compare_counters.py`` compares them with the ledger.
+"""The counters of an engine's own ``/metrics``, by the figures that the ledger has of them.
 
-An engine in a scrape is matched with a journal by the engine's index and, if several journals have that
-index, by the model. Without a unique match nothing is compared.
+Reading is here; comparing with the ledger is in ``compare_counters.py``, and judging them by themselves in
+``audit/analysis/contradictions.py``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,90 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import inf
+from typing import NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...audit.analysis.source_differences import ComparedCounter, Differences, EngineCounters, Figures
+from ...audit.causes import TIER_DEVICE, TIER_DISK, TIER_HOST, TIER_P2P, TIER_UNSPECIFIED, UNEXPLAINED
 from ...audit.errors import LedgerError
+from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
+from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.observers import Reconciled
 from ..metrics.values import state
-from .compare_counters import CounterComparison, Scrape
-from .scrape import ScrapedEngine, counters, fetch
+
+TIMEOUT_SECONDS = 5.0
+MOST_BYTES = 32 << 20
+
+COUNTERS = {
+    ("vllm:prompt_tokens_total", ""): "prompt_tokens",
+    ("vllm:prompt_tokens_by_source_total", "local_cache_hit"): "local_tokens",
+    ("vllm:prompt_tokens_by_source_total", "external_kv_transfer"): "external_tokens",
+    ("vllm:prompt_tokens_by_source_total", "local_compute"): "computed_tokens",
+    ("vllm:prompt_tokens_cached_total", ""): "cached_tokens",
+    ("vllm:prefix_cache_queries_total", ""): "local_queried_tokens",
+    ("vllm:prefix_cache_hits_total", ""): "local_hit_tokens",
+    ("vllm:external_prefix_cache_queries_total", ""): "external_queried_tokens",
+    ("vllm:external_prefix_cache_hits_total", ""): "external_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "device"): "device_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "host"): "host_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "p2p"): "p2p_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_hit_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "external_unspecified"): "unspecified_hit_tokens",
+    ("vllm:num_preemptions_total", ""): "preemptions",
+}
+"""The figure of each vLLM counter (name, source). ``vllm:request_success`` is summed over its reasons."""
+
+ENDED = "vllm:request_success_total"
+
+
+class ScrapedEngine(NamedTuple):
+    """One engine as its metrics name it."""
+
+    url: str
+    number: str
+    model: str
+
+
+def counters(text: str, url: str = "") -> dict[ScrapedEngine, dict[str, float]]:
+    """The counters of every engine in a scrape, by figure. Raises ValueError if ``text`` can't be parsed."""
+    by_engine: dict[ScrapedEngine, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = sample.labels
+            figure = COUNTERS.get((sample.name, labels.get("source", "")))
+            if sample.name == ENDED:
+                figure = "requests"
+            if figure is not None:
+                engine = ScrapedEngine(url, labels.get("engine", "0"), labels.get("model_name", ""))
+                figures = by_engine.setdefault(engine, {})
+                figures[figure] = figures.get(figure, 0.0) + sample.value
+    return by_engine
+
+
+def fetch(url: str) -> str:
+    """Get an engine's own ``/metrics`` without a proxy. Raises OSError or ValueError."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=TIMEOUT_SECONDS) as response:
+        text: bytes = response.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes")
+    return text.decode()
+
+
+# --- engine metrics ------------------------------------------------------------------------------------
+#
+# Scrapes the engines' own metrics (``--engine-url``); ``compare_counters.py`` compares them with the ledger.
+#
+# An engine in a scrape is matched with a journal by the engine's index and, if several journals have that
+# index, by the model. Without a unique match nothing is compared.
+
 
 logger = logging.getLogger("kvledger")
 
@@ -178,3 +254,328 @@ def attach_reconciliation(
     thread = threading.Thread(target=Reconciler(urls, audits, lock).run, args=(stop,), daemon=True)
     thread.start()
     return thread
+
+
+# --- compare counters ----------------------------------------------------------------------------------
+#
+# Compares an engine's own counters with the ledger, and splits every difference by cause.
+#
+# Here: the ledger's figures at one moment, their short history, and the comparison with a scrape. Scraping
+# itself is in ``engine_metrics.py``. Times are Unix seconds of this process's clock.
+#
+# Traffic never stops, so no two figures are of one instant. An engine's counter lags behind its scheduler by
+# the delay of its front end; the ledger lags by the delay of the journal. A counter is therefore compared
+# with the range of the ledger's figure from ``WINDOW_SECONDS`` before the scrape to ``SETTLE_SECONDS`` after
+# it. What lies outside that range in every scrape of a whole window is *unexplained*. Every other difference
+# has a named cause:
+#
+# - between settled and engine-reported figures: the causes of ``audit/analysis/source_differences.py``;
+# - between engine-reported figures and those that the front end counted: ``dropped``. The front end discards
+#   the output of a request whose client has gone. The number of such requests is bounded: requests that ended
+#   here minus requests that the front end saw end. Each explains at most the largest prompt;
+# - ``untold``: preemptions that the front end counts with the request's next output, which has not come yet
+#   or never comes;
+# - ``window``: what the range explains.
+
+
+WINDOW_SECONDS = 60.0
+"""The longest delay between a scheduler's action and the front end's counter."""
+
+SETTLE_SECONDS = 3.0
+"""The longest delay between an event and its reading from the journal."""
+
+Counters = Mapping[str, float]
+"""The engine's counters in a scrape, by figure."""
+
+Causes = dict[str, float]
+
+
+class Side(NamedTuple):
+    """One figure at one moment: the ledger's, and the range of what the engine's counter may show.
+
+    ``least`` is below ``most`` if the counter depends on outputs that kvledger does not see. ``causes`` lead
+    from ``ledger`` to ``most``.
+    """
+
+    ledger: float
+    least: float
+    most: float
+    causes: Causes
+
+
+NOTHING = Side(0, 0, 0, {})
+
+
+class Point(NamedTuple):
+    """All figures of an engine. They include every event before ``seconds`` and none after ``noted``."""
+
+    seconds: float
+    noted: float
+    sides: dict[str, Side]
+    gaps: int
+
+
+# --- the ledger's figures ---------------------------------------------------------------------------
+
+
+def point(engine_audit: FollowedAudit, noted: float) -> Point:
+    """The present figures that can be compared with this engine's release; none for a v0 scheduler."""
+    words = engine_audit.meaning_words
+    if engine_audit.engine is None or engine_audit.engine.adapter.startswith("v0"):
+        return Point(engine_audit.read_seconds, noted, {}, 0)
+    sides: dict[str, Side] = {
+        "requests": _plain(engine_audit.closed.requests),
+        "preemptions": _preemptions(engine_audit),
+    }
+    if sources_add_up(words):
+        sides |= _prompts(engine_audit)
+    for cache in ("local", "external"):
+        if words.get(f"{cache} lookups") == "admissions" and engine_audit.metrics.lookups[cache].lookups:
+            sides |= _lookups(engine_audit, cache)
+    if "local_hit_tokens" in sides and words.get("hits by tier") == "counted":
+        sides |= _tiers(engine_audit, sides["local_hit_tokens"])
+    ledger = engine_audit.auditor.ledger
+    return Point(engine_audit.read_seconds, noted, sides, ledger.sums.gaps + ledger.sums.hook_failures)
+
+
+def _plain(figure: float) -> Side:
+    return Side(figure, figure, figure, {})
+
+
+def _preemptions(engine_audit: FollowedAudit) -> Side:
+    """The front end counts a preemption with the next output, so some are never counted."""
+    happened = sum(engine_audit.metrics.preemptions.values())
+    return Side(happened, engine_audit.metrics.preemptions_with_output, happened, {})
+
+
+def _prompts(engine_audit: FollowedAudit) -> Iterator[tuple[str, Side]]:
+    metrics, reconciliation = engine_audit.metrics, engine_audit.of(Reconciled).sums
+    reported = _figures(metrics.reported)
+    unknown = _figures(metrics.reported_unknown)
+    still_open = Figures()
+    for figures, sign in ((reported, 1), (unknown, -1), (reconciliation.reported, -1)):
+        still_open.add(figures, sign)
+    for name in ("prompt", LOCAL, EXTERNAL, COMPUTED, "cached"):
+        causes: Causes = {}
+        for step in (reconciliation.to_plan, reconciliation.to_reported):
+            for cause, figures in _by_cause(step):
+                _add(causes, cause, _of(figures, name))
+        _add(causes, "unknown_here", _of(unknown, name))
+        _add(causes, "unsettled", _of(still_open, name))
+        counted = _of(reported, name)
+        yield f"{name}_tokens", Side(_of(reconciliation.settled, name), counted, counted, causes)
+
+
+def _figures(table: Mapping[str, int]) -> Figures:
+    return Figures(table.get(LOCAL, 0), table.get(EXTERNAL, 0), table.get(COMPUTED, 0))
+
+
+def _by_cause(differences: Differences) -> Iterator[tuple[str, Figures]]:
+    for cause, difference in differences.items():
+        yield cause, difference.figures
+
+
+def _of(figures: Figures, name: str) -> int:
+    if name == "prompt":
+        return figures.total
+    if name == "cached":
+        return figures.local + figures.external
+    return int(getattr(figures, name))
+
+
+def _lookups(engine_audit: FollowedAudit, cache: str) -> Iterator[tuple[str, Side]]:
+    metrics = engine_audit.metrics
+    counted, made, resumed = metrics.lookups[cache], metrics.admitted[cache], metrics.resumed[cache]
+    for name, of in (("queried", "queried"), ("hit", "hit")):
+        causes: Causes = {}
+        _add(causes, "lookup_counted", getattr(counted, of) - getattr(made, of))
+        _add(causes, "resumed", -getattr(resumed, of))
+        exported = getattr(counted, of) - getattr(resumed, of)
+        yield f"{cache}_{name}_tokens", Side(getattr(made, of), exported, exported, causes)
+
+
+def _tiers(engine_audit: FollowedAudit, local: Side) -> Iterator[tuple[str, Side]]:
+    """The counters by tier.
+
+    vLLM counts tokens whose tiers do not sum to them as ``external_unspecified``.
+    """
+    metrics = engine_audit.metrics
+    device = metrics.tiers.get(TIER_DEVICE, 0)
+    ledger, least, most = local.ledger + device, local.least + device, local.most + device
+    yield "device_hit_tokens", local._replace(ledger=ledger, least=least, most=most)
+    for tier in (TIER_HOST, TIER_P2P, TIER_DISK):
+        yield f"{tier}_hit_tokens", _plain(metrics.tiers.get(tier, 0))
+    unspecified, counted = metrics.tiers.get(TIER_UNSPECIFIED, 0), metrics.untiered
+    causes: Causes = {}
+    _add(causes, "tiers_do_not_sum", counted)
+    exported = unspecified + counted
+    yield "unspecified_hit_tokens", Side(unspecified, exported, exported, causes)
+
+
+def _add(causes: Causes, cause: str, amount: float) -> None:
+    if amount:
+        causes[cause] = causes.get(cause, 0) + amount
+
+
+# --- history and comparison -------------------------------------------------------------------------
+
+
+class Scrape(NamedTuple):
+    """An engine's own counters, read at some time between ``began`` and ``ended``."""
+
+    began: float
+    ended: float
+    counters: Counters
+
+
+class Base(NamedTuple):
+    """The start of a comparison: the counters and the range of the ledger's figures at one scrape."""
+
+    seconds: float
+    counters: Counters
+    least: dict[str, float]
+    most: dict[str, float]
+    sides: dict[str, Side]
+
+
+class CounterComparison:
+    """Compares one engine's counters with its audit, from the last baseline on.
+
+    Call ``note`` about once a second, ``scraped`` after each scrape and ``missed`` after a failed one.
+    ``zero``: both sides began at zero, so no baseline is needed.
+    """
+
+    def __init__(self, engine_audit: FollowedAudit, *, zero: bool) -> None:
+        self.engine_audit = engine_audit
+        """The audit; its ``engine_counters`` are the result."""
+        self._history: deque[Point] = deque()
+        """Figures of the ledger, oldest first, as far back as a waiting scrape needs."""
+        self._waiting: deque[Scrape] = deque()
+        """Scrapes whose settling time has not passed, oldest first."""
+        self._base: Base | None = Base(engine_audit.metrics.created_seconds, {}, {}, {}, {}) if zero else None
+        """The baseline; None: the next scrape with enough history becomes it."""
+        self._outside: dict[str, deque[tuple[float, float]]] = {}
+        """By figure: the Unix times of scrapes, and how far the counter was outside the ledger's range."""
+        self._last: Counters = {}
+        """The counters of the last scrape, to see whether one fell."""
+
+    def note(self, seconds: float) -> None:
+        """Record the present figures, and compare the scrapes whose settling time has passed."""
+        now = point(self.engine_audit, seconds)
+        if self._history and now.gaps != self._history[-1].gaps:
+            self.restart()
+        if now.seconds and (not self._history or now.seconds > self._history[-1].seconds):
+            self._history.append(now)
+        while self._waiting and now.seconds >= self._waiting[0].ended + SETTLE_SECONDS:
+            self._compare(self._waiting.popleft())
+        self._forget()
+
+    def scraped(self, scrape: Scrape) -> None:
+        """Add a scrape. A counter that fell was reset, so the comparison restarts."""
+        if any(scrape.counters.get(figure, 0) < value for figure, value in self._last.items()):
+            self.restart()
+        self._last = scrape.counters
+        self._waiting.append(scrape)
+
+    def missed(self) -> None:
+        """Record that the engine did not answer, or is gone."""
+        last = self.engine_audit.engine_counters or EngineCounters()
+        self.engine_audit.engine_counters = EngineCounters(
+            last.rows, False, last.scraped_seconds, last.baseline_seconds
+        )
+
+    def restart(self) -> None:
+        """Start again: a later scrape becomes the baseline."""
+        self._history.clear()
+        self._waiting.clear()
+        self._outside.clear()
+        self._base = None
+
+    def _forget(self) -> None:
+        """Drop history that no waiting scrape needs, but keep one point before it."""
+        latest = self._history[-1].noted if self._history else 0.0
+        needed = min([latest, *(scrape.began for scrape in self._waiting)]) - WINDOW_SECONDS
+        while len(self._history) > 1 and self._history[1].noted <= needed:
+            self._history.popleft()
+
+    def _compare(self, scrape: Scrape) -> None:
+        reaches_back = bool(self._history) and self._history[0].noted <= scrape.began - WINDOW_SECONDS
+        base = self._base
+        if base is None:
+            if not reaches_back:
+                return
+            least, most = self._range(scrape)
+            base = self._base = Base(scrape.ended, scrape.counters, least, most, self._history[-1].sides)
+        least, most = self._range(scrape)
+        if not reaches_back:  # from a zero baseline the history may begin after the first figures
+            least = dict.fromkeys(least, 0.0)
+        rows = tuple(
+            self._row(figure, base, scrape, least[figure], most[figure])
+            for figure in self._history[-1].sides
+            if figure in scrape.counters and (not base.counters or figure in base.counters)
+        )
+        self.engine_audit.engine_counters = EngineCounters(rows, True, scrape.ended, base.seconds)
+
+    def _range(self, scrape: Scrape) -> tuple[dict[str, float], dict[str, float]]:
+        """The smallest and largest value of each figure around a scrape."""
+        last = self._history[-1].sides
+        least = {figure: side.least for figure, side in last.items()}
+        most = {figure: side.most for figure, side in last.items()}
+        for point in self._history:
+            for figure, side in point.sides.items():
+                if figure in least:
+                    least[figure] = min(least[figure], side.least)
+                    most[figure] = max(most[figure], side.most)
+        return least, most
+
+    def _row(self, figure: str, base: Base, scrape: Scrape, least: float, most: float) -> ComparedCounter:
+        side = self._history[-1].sides[figure]
+        before = base.sides.get(figure, NOTHING)
+        counted = scrape.counters[figure] - base.counters.get(figure, 0)
+        above = counted - (most - base.least.get(figure, 0))
+        below = counted - (least - base.most.get(figure, 0)) + self._slack(figure, base, scrape)
+        outside = above if above > 0 else min(below, 0)
+        drift = {
+            cause: amount
+            for cause in {**before.causes, **side.causes}
+            if (amount := side.causes.get(cause, 0) - before.causes.get(cause, 0))
+        }
+        drift[UNEXPLAINED] = drift.get(UNEXPLAINED, 0) + self._lasting(figure, scrape.ended, outside)
+        ledger = side.ledger - before.ledger
+        rest = counted - ledger - sum(drift.values())
+        _add(drift, _cause_of_rest(figure, rest, idle=least == most), rest)
+        return ComparedCounter(figure, counted, ledger, drift)
+
+    def _slack(self, figure: str, base: Base, scrape: Scrape) -> float:
+        """How much of a figure the front end may have dropped because clients had gone."""
+        if figure == "requests":
+            return inf
+        if figure.endswith(("queried_tokens", "hit_tokens")):
+            return 0
+        ended = self._history[-1].sides["requests"].most - base.least.get("requests", 0)
+        seen = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
+        metrics = self.engine_audit.metrics
+        each = metrics.most_preemptions if figure == "preemptions" else metrics.largest_prompt
+        return max(0.0, ended - seen) * each
+
+    def _lasting(self, figure: str, seconds: float, outside: float) -> float:
+        """The smallest distance to the range in a whole window; 0 unless every scrape is on the same side."""
+        amounts = self._outside.setdefault(figure, deque())
+        if not outside or (amounts and (amounts[-1][1] > 0) != (outside > 0)):
+            amounts.clear()
+        if outside:
+            amounts.append((seconds, outside))
+        while len(amounts) > 1 and amounts[1][0] <= seconds - WINDOW_SECONDS:
+            amounts.popleft()
+        if not amounts or amounts[0][0] > seconds - WINDOW_SECONDS:
+            return 0
+        return min((amount for _, amount in amounts), key=abs)
+
+
+def _cause_of_rest(figure: str, rest: float, *, idle: bool) -> str:
+    """Name the cause of a difference that the range or the slack explains."""
+    if rest > 0:
+        return "window"
+    if figure == "preemptions":
+        return "untold"
+    return "dropped" if idle else "window"

@@ -1,14 +1,6 @@
-"""Follows every engine's journal under a folder, and resumes after a restart. ``serve`` and ``tail`` use it.
+"""The follower of a folder of journals.
 
-One thread reads; other threads take ``lock`` before they look at the audits. Rules of this file:
-
-- A journal's figures are exported once the journal has been read to its end: a counter that starts low
-  and climbs would look like traffic.
-- The checkpoint holds the position in every journal. It is replaced periodically, at the end, and where a
-  segment begins, so that a restart reads at most one segment again.
-- State that was known before and is gone now is counted in ``health.lost``. No figure is invented for it.
-- A journal that can't be read does not stop the others. It is tried again, unless kvledger itself failed.
-- When an engine has ended, its sums stay under the engine's name for a while (``ended_engines.py``).
+It finds journals, audits each engine from where it stopped, and gives the audits to pages and exporters.
 """
 
 from __future__ import annotations
@@ -18,29 +10,506 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
 import msgspec
 
 from ... import __version__
+from ...audit.bounded_tables import keep_newest
 from ...audit.checks.registry import Violation
 from ...audit.errors import LedgerError
-from ...audit.journal.format import is_live
+from ...audit.journal.catalogue import Catalogue, find_journals, holds_journal, look_into
+from ...audit.journal.format import is_live, segments
+from ...audit.journal.host_folders import HostJournal
 from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
-from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState
-from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState, beginning
+from ...audit.replay.followed_audit import FollowedAudit, folded, settled
 from ...audit.replay.prompt_pairs import pair
 from ...audit.replay.recorded_events import FORGET_SECONDS
 from ..metrics import values
 from ..metrics.labels import engine_label, free_label
 from ..metrics.values import EngineAudits, Health
-from .audits_lock import AuditsLock
-from .ended_engines import EndedEngines
-from .followed_journal import FollowedJournal, OnBatch, end_of, first_segment
-from .journal_finder import FolderFinder, JournalFinder, Notify
+
+# --- audits lock ---------------------------------------------------------------------------------------
+#
+# The lock under which threads look at the audits, without waiting for the posting of any one journal.
+#
+# The follower's thread posts a batch under the lock of that journal alone. A thread that looks, such as one
+# that answers ``/metrics``, takes the lock over all journals: the journals then stay the same, and each of
+# them stands still as soon as its batch is posted. A journal that is not ready in time is left out of that
+# look.
+
+
+PATIENCE_SECONDS = 2.0
+"""How long a look waits for all batches that are being posted. A batch takes milliseconds."""
+
+
+class AuditsLock:
+    """A context manager; one thread holds it at a time. Not reentrant."""
+
+    def __init__(self, journals: Callable[[], Iterable[FollowedJournal]]) -> None:
+        self.busy: set[str] = set()
+        """The journals that were not ready in time, while the lock is held; empty otherwise."""
+        self._journals = journals
+        """Returns the journals that are followed; called with the guard held."""
+        self._guard = threading.Lock()
+        """Held by the thread that holds this lock."""
+        self._held: list[FollowedJournal] = []
+        """The journals whose own locks are held."""
+
+    def __enter__(self) -> None:
+        self._guard.acquire()
+        until = time.monotonic() + PATIENCE_SECONDS
+        for journal in self._journals():
+            if journal.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                self._held.append(journal)
+            else:
+                self.busy.add(journal.name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        held, self._held, self.busy = self._held, [], set()
+        for journal in held:
+            journal.lock.release()
+        self._guard.release()
+
+
+# --- follower ------------------------------------------------------------------------------------------
+#
+# The follower: finds journals, audits each engine from where it stopped, and gives the audits to pages and
+# exporters.
+
+
+# --- journal finder ------------------------------------------------------------------------------------
+#
+# Which journals a follower reads: one journal, or all in a folder and in those of hosts, also later ones.
+
+
+Notify = Callable[[str], None]
+"""Called with one sentence for each problem."""
+
+
+LOOK_SECONDS = 5.0
+"""How often a folder that held no journal is looked at again: it may become that of a host."""
+
+
+class JournalFinder(Protocol):
+    """Names the journals to follow; a journal's name is its key in a checkpoint."""
+
+    def names(self, followed: Iterable[str], notify: Notify) -> Iterable[str]:
+        """List what may be a journal now; the ``followed`` ones if the listing fails."""
+
+    def path(self, name: str) -> Path:
+        """Return where the journal of this name is."""
+
+    def is_journal(self, name: str, notify: Notify) -> bool:
+        """Check that there is a journal under this name."""
+
+
+class FolderFinder:
+    """The journals in a folder and in the folders of hosts below it, or one journal by its own path.
+
+    A journal in a host's folder has the name ``HOST/JOURNAL``. Raises :class:`LedgerError` if there is no
+    ``root``, or if ``root`` is a file that is no journal.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._single = not root.is_dir() or holds_journal(root)
+        """Whether ``root`` is one journal."""
+        self._hosts: set[str] = set()
+        self._look_at: dict[str, float] = {}
+        """Folders that held no journal, and the monotonic time at which they are looked at again."""
+        if self._single:
+            find_journals([root])  # raises with the reason
+
+    def names(self, followed: Iterable[str], notify: Notify) -> Iterator[str]:
+        """The entries of the folder and of hosts' folders, without hidden ones and workers' journals.
+
+        ``.`` for a single journal.
+        """
+        followed = list(followed)
+        try:
+            if self._single:
+                if self._root.exists():
+                    yield "."
+                return
+            names = _names(self._root)
+        except OSError as error:
+            # A folder that can't be listed for a while has not lost its journals.
+            yield from followed
+            notify(f"{self._root} can't be listed: {error.strerror}.")
+            return
+        hosts = {name.partition("/")[0] for name in followed if "/" in name}
+        known = {name for name in followed if "/" not in name}
+        for name in names:
+            yield name
+            if name in hosts or (name not in known and self._is_host(name, notify)):
+                yield from self._names_of_host(name, followed, notify)
+
+    def _is_host(self, name: str, notify: Notify) -> bool:
+        """Whether a folder in which no journal is followed yet is that of a host."""
+        now = time.monotonic()
+        if name in self._hosts:
+            return True
+        if self._look_at.get(name, 0.0) > now:
+            return False
+        self._look_at[name] = now + LOOK_SECONDS
+        folder = self._root / name
+        try:
+            if not folder.is_dir() or holds_journal(folder) or not any(look_into(folder)):
+                return False
+        except (LedgerError, OSError) as error:
+            notify(str(error))
+            return False
+        self._hosts.add(name)
+        return True
+
+    def _names_of_host(self, host: str, followed: Iterable[str], notify: Notify) -> Iterator[str]:
+        try:
+            for name in _names(self._root / host):
+                yield f"{host}/{name}"
+        except OSError as error:
+            yield from (name for name in followed if name.startswith(f"{host}/"))
+            notify(f"{self._root / host} can't be listed: {error.strerror}.")
+
+    def path(self, name: str) -> Path:
+        """The journal's folder."""
+        host = name.rpartition("/")[0]
+        path = self._root if self._single else self._root / name
+        return HostJournal.of(path, host) if host else path
+
+    def is_journal(self, name: str, notify: Notify) -> bool:
+        """Whether the entry is a folder with segments."""
+        if self._single:
+            return True
+        path = self.path(name)
+        try:
+            return path.is_dir() and holds_journal(path)
+        except (LedgerError, OSError) as error:
+            notify(str(error))
+            return False
+
+
+def _names(folder: Path) -> list[str]:
+    """What may be a journal, or the folder of a host."""
+    return [path.name for path in Catalogue(folder).engines_or_hosts]
+
+
+# --- ended engines -------------------------------------------------------------------------------------
+#
+# Engines that have ended: their sums by label, and when a label leaves the metrics.
+#
+# Engines restart, and their journals stay. Neither a scrape nor a restart of the sidecar may depend on how
+# many engines ever ran:
+#
+# - The engine of a name that ended last keeps its own audit, with all its findings. The engines before it are
+#   folded into one audit: their sums, and one finding per invariant. Of a folded journal the sidecar keeps
+#   only what identifies it, so that it is not read again.
+# - A name leaves as a whole when its last engine ended long ago, or when too many names have ended. Then its
+#   series end; no counter falls. A name with an engine that is still followed stays.
+
+
+MOST_GONE = 1024
+"""How many removed journals are remembered."""
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """A name that leaves: the journal of its last engine ("" if it was removed), and if it leaves early."""
+
+    name: str
+    journal: str
+    early: bool
+
+
+class EndedEngines:
+    """The ended engines of a follower. Times are Unix seconds."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FollowedAudit] = {}
+        """The folded engines of each name, in one audit."""
+        self.latest: dict[str, str] = {}
+        """The journal of the engine of each name that ended last, unless it was removed."""
+        self.ended_at: dict[str, float] = {}
+        """When the last engine of each name ended, the longest ago first."""
+        self.folded: dict[str, FoldedJournal] = {}
+        """The journals that were folded and still exist, by their names."""
+        self.gone: dict[str, FoldedJournal] = {}
+        """Journals of ended engines that were removed, the longest ago first. One that is there again, as
+        after its volume was unmounted, is in the sums and is not read."""
+
+    def add(self, engine: str, journal: str, now: float) -> str:
+        """Note that an engine ended; returns the journal of the engine before it, which is to be folded."""
+        earlier = self.latest.pop(engine, "")
+        self.latest[engine] = journal
+        self._touch(engine, now)
+        return earlier
+
+    def fold(self, engine_audit: FollowedAudit, now: float) -> None:
+        """Add the sums of an ended engine to those of the earlier engines of its name."""
+        name = engine_label(engine_audit)
+        self.sums[name] = folded(name, engine_audit, self.sums.pop(name, None))
+        if name not in self.ended_at:
+            self._touch(name, now)
+
+    def removed(self, engine: str, journal: str, now: float) -> None:
+        """Note that the journal of an ended engine was removed."""
+        if self.latest.get(engine) == journal:
+            del self.latest[engine]
+        self._touch(engine, now)
+
+    def revoked(self, engine: str, journal: str) -> None:
+        """Note that the engine of a journal goes on."""
+        if self.latest.get(engine) == journal:
+            del self.latest[engine]
+
+    def left(self, journal: FoldedJournal) -> None:
+        """Note that the journal of an ended engine is not there any more."""
+        self.gone.pop(journal.name, None)
+        self.gone[journal.name] = journal
+        keep_newest(self.gone, MOST_GONE)
+
+    def came_back(self, name: str, path: Path) -> bool:
+        """Whether this is a journal that was gone; it is a folded one then."""
+        known = self.gone.pop(name, None)
+        if known is None or not known.beginning or beginning(path, known.segment) != known.beginning:
+            return False
+        self.folded[name] = known
+        return True
+
+    def leaving(self, followed: Collection[str], most: int, before: float) -> list[Leaving]:
+        """The names that leave now, and forget them: those that ended ``before``, and all but ``most``.
+
+        ``followed`` are the names of the engines that have not ended.
+        """
+        ended = [name for name in self.ended_at if name not in followed]
+        too_many = max(0, len(ended) - most)
+        left = []
+        for place, name in enumerate(ended):
+            late = self.ended_at[name] < before
+            if late or place < too_many:
+                left.append(Leaving(name, self.latest.pop(name, ""), not late))
+                self.sums.pop(name, None)
+                del self.ended_at[name]
+        return left
+
+    def sort(self) -> None:
+        """Order the names by the time at which their last engines ended."""
+        self.ended_at = dict(sorted(self.ended_at.items(), key=lambda item: item[1]))
+
+    def _touch(self, engine: str, now: float) -> None:
+        self.ended_at.pop(engine, None)
+        self.ended_at[engine] = now
+
+
+# --- followed journal ----------------------------------------------------------------------------------
+#
+# One journal that is being followed: its audit, its reader, and its part of a checkpoint.
+#
+# Which journals there are, and what happens when one fails, is in ``follower.py``.
+
+
+OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]
+"""Called after each batch has been audited, with the findings that are new."""
+
+
+class FollowedJournal:
+    """One journal, read batch by batch into an :class:`FollowedAudit`."""
+
+    def __init__(self, name: str, engine_audit: FollowedAudit, reader: Reader) -> None:
+        self.name = name
+        """The journal's name under the folder that is followed."""
+        self.engine_audit = engine_audit
+        """The audit of every event read so far."""
+        engine_audit.compare_events()
+        self.reader = reader
+        """Reads the journal's segments and remembers its position in them."""
+        self.lock = threading.Lock()
+        """Held while a batch of this journal is posted, and by every thread that looks at the audit."""
+        self.shown = False
+        """Whether the journal has been read to its end once, so that its figures may be exported."""
+        self.lived = False
+        """Whether its engine ran when the journal was last read to its end."""
+        self.settled_segment = -1
+        """The oldest segment when the audit of the ended engine was settled; -1: it can go on as it is."""
+        self.before: FollowedAudit | None = None
+        """What is exported while a journal whose audit was settled is read again."""
+        self.ended = False
+        """Whether the engine is gone and everything it wrote has been read."""
+        self.problem = ""
+        """Why the journal can't be read now; empty if it can."""
+        self.broken = False
+        """Whether kvledger itself failed on this journal; it is not tried again."""
+        self.retry_at = 0.0
+        """The monotonic time before which a journal with a problem is not tried again."""
+        self.ended_at = 0.0
+        """The monotonic time at which the journal had ended."""
+        self.end_of_files = (0, 0)
+        """The number of the newest segment, and its bytes, when the journal had ended."""
+        self.batches = 0
+        """How many batches were read."""
+        self.unread_since = math.inf
+        """The monotonic time since which the journal grows and nothing of it is read; infinity: it is."""
+        self._looked: tuple[int, tuple[int, int]] | None = None
+        """The batches read and the end of the files at the last :meth:`look`; None before the first."""
+        self.damage = 0
+        """How often the reader found something missing or damaged."""
+        self.behind = False
+        """Whether the last reading stopped before the journal's present end."""
+        self.saved: JournalState | None = None
+        """What the last checkpoint holds of this journal."""
+        self._saved_compared = self._compared()
+
+    @property
+    def exported(self) -> FollowedAudit:
+        """The audit whose figures are exported."""
+        return self.before or self.engine_audit
+
+    def _compared(self) -> tuple[int, int]:
+        """The versions of what was compared with other journals: KV events, and prompts of two engines."""
+        audit = self.engine_audit
+        return audit.live_events.comparison.version, audit.metrics.shared.changes
+
+    def state(self) -> JournalState | None:
+        """Return what a checkpoint stores; a broken journal keeps the state it had before it broke."""
+        if self.broken or self.before is not None:
+            return self.saved
+        position, last = self.reader.resumable, self.saved
+        compared = self._compared()
+        now = position, self.ended, self.settled_segment, compared
+        if last is not None:
+            saved = last.position, last.ended, last.settled_segment, self._saved_compared
+            if saved == now:
+                return last
+        self._saved_compared = compared
+        same_segment = last is not None and last.position.segment == position.segment
+        beginning = last.beginning if last is not None and same_segment else b""
+        self.saved = JournalState(
+            self.name,
+            position,
+            beginning or checkpoint.beginning(self.engine_audit.path, position.segment),
+            self.ended,
+            self.reader.stopped,
+            self.damage,
+            msgspec.Raw(serialize.capture(self.engine_audit)),
+            self.settled_segment,
+        )
+        return self.saved
+
+    def read(
+        self,
+        on_batch: OnBatch,
+        save_soon: Callable[[], None],
+        stop: threading.Event | None,
+        seconds: float = math.inf,
+    ) -> None:
+        """Audit what has been written by now, a batch at a time, until ``stop`` is set or time is over.
+
+        ``save_soon`` is called between two batches where a checkpoint saves most work after a restart.
+        Raises :class:`~kvledger.audit.errors.LedgerError` or OSError if the journal can't be read.
+        """
+        until = time.monotonic() + seconds
+        self.behind = False
+        for batch, violations in self.engine_audit.batches(self.reader, self.lock):
+            self.batches += 1
+            on_batch(self, batch, violations)
+            if batch.begins_segment:
+                save_soon()
+            if stop and stop.is_set():
+                return
+            if time.monotonic() > until:
+                self.behind = True
+                break
+        self.damage += len(self.reader.damage)
+        self.reader.damage.clear()
+        if self.behind:
+            return
+        if self.reader.ended:
+            self.end()
+            save_soon()
+        self.lived = not self.ended
+        self.shown, self.before = True, None
+
+    def end(self) -> None:
+        """Close the open requests: the journal gets no more events."""
+        with self.lock:
+            self.engine_audit.end(stopped=self.reader.stopped)
+        self.ended, self.ended_at = True, time.monotonic()
+        self.end_of_files = end_of(self.engine_audit.path)
+
+    def look(self) -> None:
+        """See whether the journal has grown and nothing of it is read. By no clock but this process's."""
+        before, now = self._looked, (self.batches, end_of(self.engine_audit.path))
+        self._looked = now
+        if before is None or now[0] != before[0]:
+            self.unread_since = math.inf
+        elif now[1] > before[1] and math.isinf(self.unread_since):
+            self.unread_since = time.monotonic()
+
+    def settle(self) -> None:
+        """Keep only the sums of an engine that has ended. A journal that is revived is read again then.
+
+        The caller holds the lock over all journals.
+        """
+        self.engine_audit = settled(self.engine_audit)
+        self.settled_segment = first_segment(self.engine_audit.path)
+
+    def revive(self) -> None:
+        """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
+        self.ended = self.reader.ended = False
+
+    def read_again(self, engine_audit: FollowedAudit) -> None:
+        """Read the journal from its beginning into a new audit; what is exported stays until it is read."""
+        self.before = self.engine_audit
+        engine_audit.series = self.before.series
+        self.reader.close()
+        self.engine_audit, self.reader = engine_audit, Reader(engine_audit.path)
+        engine_audit.compare_events()
+        self.ended, self.settled_segment = False, -1
+
+
+def first_segment(journal: Path) -> int:
+    """The number of the oldest segment of a journal; 0 if that can't be found out."""
+    try:
+        return min(segments(journal), default=0) if journal.is_dir() else 1
+    except OSError:
+        return 0
+
+
+def end_of(journal: Path) -> tuple[int, int]:
+    """The number of the newest segment of a journal, and its bytes; zeros if that can't be found out."""
+    try:
+        if not journal.is_dir():
+            return 1, journal.stat().st_size
+        number, path = max(segments(journal).items(), default=(0, journal))
+        return number, path.lstat().st_size if number else 0
+    except OSError:
+        return 0, 0
+
+
+# --- follower ------------------------------------------------------------------------------------------
+#
+# Follows every engine's journal under a folder, and resumes after a restart. ``serve`` and ``tail`` use it.
+#
+# One thread reads; other threads take ``lock`` before they look at the audits. Rules of this file:
+#
+# - A journal's figures are exported once the journal has been read to its end: a counter that starts low
+#   and climbs would look like traffic.
+# - The checkpoint holds the position in every journal. It is replaced periodically, at the end, and where a
+#   segment begins, so that a restart reads at most one segment again.
+# - State that was known before and is gone now is counted in ``health.lost``. No figure is invented for it.
+# - A journal that can't be read does not stop the others. It is tried again, unless kvledger itself failed.
+# - When an engine has ended, its sums stay under the engine's name for a while (``ended_engines.py``).
+
 
 POLL_SECONDS = 0.5
 """How often journals are read, and the folder is searched for new journals."""
@@ -57,9 +526,6 @@ LEAST_SAVE_SECONDS = 5.0
 
 HEARTBEAT_SECONDS = 60.0
 """If the reading thread finishes nothing for this long, it is stuck."""
-
-LOOK_SECONDS = 5.0
-"""How often journals that have ended are looked at: an end may be revoked."""
 
 UNREAD_SECONDS = 60.0
 """If a live engine writes for so long and nothing of it is read, its figures stand still."""
@@ -380,10 +846,10 @@ class Follower:
             path = journal.engine_audit.path
             if journal.ended and not journal.broken and (_lives(path) or end_of(path) > journal.end_of_files):
                 self._revive(journal)
-        for folded in list(self.ended.folded.values()):
-            path = self._finder.path(folded.name)
-            if _lives(path) and end_of(path)[0] > folded.segment:
-                self._follow_again(folded, path)
+        for ended in list(self.ended.folded.values()):
+            path = self._finder.path(ended.name)
+            if _lives(path) and end_of(path)[0] > ended.segment:
+                self._follow_again(ended, path)
         unread = sum(map(self._stands_still, self.journals.values()))
         unread += sum(_lives(self._finder.path(name)) for name in self.ended.folded)
         self.health.unread = unread

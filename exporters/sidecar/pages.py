@@ -24,8 +24,8 @@ from prometheus_client import (
 )
 
 from ... import __version__
+from ...audit.checks.auditor import together
 from ...audit.checks.coverage import count_words, verdict_words
-from ...audit.checks.findings import together
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
@@ -33,9 +33,8 @@ from ..metrics.metric_list import collect
 from ..metrics.openmetrics import Exposition, exposition
 from ..metrics.prometheus import AuditCollector
 from ..templating import environment
-from .follower import Follower, ignore
+from .follower import Follower, Notify, ignore
 from .http_server import CUT_OFF, OPEN, Busy, Environ, Security, Start
-from .journal_finder import Notify
 from .negotiation import OPENMETRICS, accepted_format, accepts_gzip
 
 FINDINGS_SHOWN = 200

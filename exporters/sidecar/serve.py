@@ -1,24 +1,107 @@
-"""``kvledger serve``: start the follower, the HTTP server and OpenTelemetry; stop them at a signal."""
+"""Tells systemd that the sidecar is ready, and that it stops: a unit of ``Type=notify`` waits for it.
+
+The protocol is one datagram to the socket in ``NOTIFY_SOCKET``:
+https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import find_journals
 from ...audit.replay.checkpoint import HIDDEN
+from ...audit.text import printable
 from ..metrics.otel import attach_telemetry
-from . import http_server, systemd
+from . import http_server
 from .compactor import Compactor, seconds_of
 from .engine_metrics import attach_reconciliation, check_url
-from .follower import Follower, ignore
-from .journal_finder import Notify
+from .follower import Follower, Notify, ignore
 from .pages import TELEMETRY_PATH, Site
+
+VARIABLE = "NOTIFY_SOCKET"
+
+
+def tell_systemd(**state: object) -> bool:
+    """Send ``READY=1`` and the like; returns False without systemd. Never raises."""
+    address = os.environ.get(VARIABLE, "")
+    if not address.startswith(("/", "@")):
+        return False
+    if address.startswith("@"):  # an abstract socket
+        address = f"\0{address[1:]}"
+    lines = "\n".join(f"{name}={value}" for name, value in state.items())
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        sender.sendto(lines.encode(), address)
+        return True
+    return False
+
+
+# --- log -----------------------------------------------------------------------------------------------
+#
+# The sidecar's log on standard error: sentences, logfmt or JSON, as ``--log.format`` chooses.
+#
+# The keys and levels are those of Prometheus's own programs.
+
+
+LEVELS = ("debug", "info", "warn", "error")
+FORMATS = ("text", "logfmt", "json")
+
+
+class Log:
+    """Writes one line per sentence. A call logs a problem, :meth:`info` what is as it should be."""
+
+    def __init__(self, level: str = "info", format: str = "text", stream: TextIO | None = None) -> None:
+        self._least = LEVELS.index(level)
+        """The lowest level that is written, as an index in ``LEVELS``."""
+        self._format = format
+        """One of ``FORMATS``."""
+        self._stream = stream
+        """Where lines go; None: the standard error of the moment."""
+
+    def __call__(self, sentence: str) -> None:
+        """Log a problem."""
+        self._write("warn", sentence)
+
+    def info(self, sentence: str) -> None:
+        """Log the course of things."""
+        self._write("info", sentence)
+
+    def _write(self, level: str, sentence: str) -> None:
+        if LEVELS.index(level) >= self._least:
+            print(self._line(level, printable(sentence)), file=self._stream or sys.stderr, flush=True)
+
+    def _line(self, level: str, sentence: str) -> str:
+        if self._format == "text":
+            return sentence
+        now = time.time()
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+        fields = {
+            "time": f"{seconds}.{int(now * 1000) % 1000:03}Z",
+            "level": level.upper(),
+            "msg": sentence,
+        }
+        if self._format == "json":
+            return json.dumps(fields)
+        fields["msg"] = json.dumps(sentence, ensure_ascii=False)
+        return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+# --- serve ---------------------------------------------------------------------------------------------
+#
+# ``kvledger serve``: start the follower, the HTTP server and OpenTelemetry; stop them at a signal.
+
 
 STOP_SECONDS = 0.5
 """How long the batch that is being posted and the last checkpoint may delay the end, so that the sidecar
@@ -68,7 +151,7 @@ def serve(
 
     def ready(url: str) -> None:
         inform(f"Serving {url}{telemetry_path}")
-        systemd.notify(STATUS=f"Serving {url}{telemetry_path}")
+        tell_systemd(STATUS=f"Serving {url}{telemetry_path}")
         if engine_urls:
             attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
 
@@ -81,14 +164,14 @@ def serve(
         if writer is not None:
             writer.health = follower.health
             writer.start()
-        systemd.notify(READY=1, STATUS="Reading the events that were written before the start")
+        tell_systemd(READY=1, STATUS="Reading the events that were written before the start")
         try:
             reading.when_ready = lambda: ready(server.url)
             with _signals() as received:
                 if not reading.until(received):
                     notify("Stopped without a last checkpoint, because a journal kept the follower busy.")
         finally:
-            systemd.notify(STOPPING=1)
+            tell_systemd(STOPPING=1)
             server.shutdown()
             server.server_close()
     finally:

@@ -23,7 +23,7 @@ from kvledger.audit.engines import source_files
 from kvledger.audit.engines.source_files import CacheDeclarations
 from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.engines.v1_until_0_19 import V1Observer017
-from kvledger.audit.entry import doctor, doctor_contents
+from kvledger.audit.entry import doctor
 from kvledger.audit.events import ContentWatched, EngineStarted, Setting
 from kvledger.audit.journal.writer import JournalWriter
 
@@ -264,7 +264,7 @@ def write_worker_journal(folder: Path, *watches: ContentWatched) -> None:
 def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_memory(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: DECLARED)
+    monkeypatch.setattr(doctor, "cache_declarations", lambda: DECLARED)
     layout = "CPUAttentionBackend, layout LBHNC, kernel blocks of 32 tokens, float32"
     excluded = "Group 1 is not checked: its blocks are of kind CrossAttentionSpec."
     watched = ContentWatched(1, 0, 0, 11, [0, 32, 2, 32768], "k", 1.0, [excluded], [layout])
@@ -287,7 +287,7 @@ def test_the_doctor_says_which_groups_are_checked_and_how_their_caches_lay_in_me
 def test_without_a_journal_the_doctor_names_the_kinds_of_caches_alone(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: DECLARED._replace(strides=False))
+    monkeypatch.setattr(doctor, "cache_declarations", lambda: DECLARED._replace(strides=False))
     line = " ".join(run()[1].split())
     assert (
         "ok contents places of blocks from shapes that attention backends declare; 1 kind of KV caches "
@@ -298,7 +298,7 @@ def test_without_a_journal_the_doctor_names_the_kinds_of_caches_alone(
 def test_a_release_with_unknown_caches_checks_no_contents(
     run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_contents, "cache_declarations", lambda: None)
+    monkeypatch.setattr(doctor, "cache_declarations", lambda: None)
     code, text = run()
     assert 0 == code
     assert "missing contents level content checks nothing: this release does not declare" in " ".join(

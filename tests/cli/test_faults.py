@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tests.command_line import exit_code
 
-from kvledger.audit.entry import doctor_faults
+from kvledger.audit.entry import doctor
 from kvledger.audit.faults.catalogue import catalogue
 
 Run = Callable[..., tuple[object, str, str]]
@@ -88,7 +88,7 @@ def test_an_unknown_release_is_one_sentence(run: Run, words: tuple[str, ...], se
 
 
 def test_without_options_the_installed_releases_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_faults, "installed", lambda: {"vllm": "0.24.0", "lmcache": "0.4.2"})
+    monkeypatch.setattr(doctor, "installed", lambda: {"vllm": "0.24.0", "lmcache": "0.4.2"})
     out = run("faults")[1]
 
     assert out.startswith("vLLM 0.24.0: ")
@@ -98,7 +98,7 @@ def test_without_options_the_installed_releases_are_listed(run: Run, monkeypatch
 def test_an_installed_release_that_was_never_examined_is_not_called_free_of_faults(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_faults, "installed", lambda: {"vllm": "0.40.0"})
+    monkeypatch.setattr(doctor, "installed", lambda: {"vllm": "0.40.0"})
     code, out, _ = run("faults")
     data = json.loads(run("faults", "--format", "json")[1])
 
@@ -108,7 +108,7 @@ def test_an_installed_release_that_was_never_examined_is_not_called_free_of_faul
 
 
 def test_where_nothing_is_installed_all_faults_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_faults, "installed", dict)
+    monkeypatch.setattr(doctor, "installed", dict)
     rows = csv.DictReader(run("faults", "--format", "csv")[1].splitlines())
 
     assert set(catalogue()) == {row["id"] for row in rows}

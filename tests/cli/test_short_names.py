@@ -12,8 +12,7 @@ from tests.command_line import runner
 from typer.models import ArgumentInfo
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.short_names import named, short_names
+from kvledger.audit.replay.find import journals_at, named, short_names
 from kvledger.cli import app
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tests import tools
 
-from kvledger.audit.checks.kinds import KINDS
-from kvledger.audit.checks.registry import catalogue
+from kvledger.audit.checks.registry import KINDS, catalogue
 from kvledger.dashboards import rules
 
 IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'

@@ -40,7 +40,7 @@ from kvledger.audit.ledger.kv_events import (
 )
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.audit.replay.routed import routing
+from kvledger.audit.replay.recorded_events import routing
 from kvledger.exporters.kv_events import Received, decoded
 
 PUBLISHING = [

@@ -19,7 +19,7 @@ from kvledger.audit.causes import STATE, WINDOW
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.routed import routing
+from kvledger.audit.replay.recorded_events import routing
 
 NAMES = [
     name

@@ -27,7 +27,7 @@ from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar,
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.dashboards import boards, check, rules
 from kvledger.exporters.metrics.metric_list import METRICS
-from kvledger.exporters.sidecar.compare_counters import WINDOW_SECONDS
+from kvledger.exporters.sidecar.engine_metrics import WINDOW_SECONDS
 
 pytestmark = pytest.mark.serving
 

@@ -36,7 +36,7 @@ from kvledger.audit.analysis.routing import (
 )
 from kvledger.audit.causes import WINDOW
 from kvledger.audit.ledger.kv_events import CLEARED, REMOVED, STORED, Change, kv_events
-from kvledger.audit.replay.routed import asked_in_order
+from kvledger.audit.replay.recorded_events import asked_in_order
 
 SIZE = 16
 PROMPT = [11, 12, 13, 14]

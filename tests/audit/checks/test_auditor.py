@@ -17,7 +17,6 @@ from tests.audit.checks.false_reports import (
 )
 from tests.histories import GOLDEN, WOVEN, Golden, Woven, events, weave
 
-from kvledger.audit.checks import findings as module
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import CATALOGUE, Check, Invariant, Violation, Witness
 from kvledger.audit.events import (
@@ -125,7 +124,7 @@ def test_a_drift_is_kept_once_and_for_each_watched_request(
 
 
 def test_findings_are_kept_up_to_a_bound_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "FINDINGS_KEPT", 2)
+    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 2)
     auditor = Auditor(debug=True)
     auditor.feed(started())
     for request in range(5):

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.journals import STARTED
 
+from kvledger.audit.checks.auditor import Found
 from kvledger.audit.checks.coverage import (
     LEVELS,
     Coverage,
@@ -16,9 +17,7 @@ from kvledger.audit.checks.coverage import (
     of_all,
     verdict_words,
 )
-from kvledger.audit.checks.findings import Found
-from kvledger.audit.checks.kinds import KINDS
-from kvledger.audit.checks.registry import catalogue
+from kvledger.audit.checks.registry import KINDS, catalogue
 from kvledger.audit.events import EngineStarted
 from kvledger.audit.faults.releases import EXAMINED
 

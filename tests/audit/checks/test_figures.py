@@ -11,7 +11,7 @@ import pytest
 
 from kvledger.audit.checks.figures import FIGURES
 from kvledger.audit.checks.registry import catalogue
-from kvledger.exporters.sidecar.scrape import COUNTERS, ENDED
+from kvledger.exporters.sidecar.engine_metrics import COUNTERS, ENDED
 
 PAGE = Path(__file__).parents[3] / "docs/reconciliation.md"
 NAMES = [name for figure in FIGURES for name in figure.names]

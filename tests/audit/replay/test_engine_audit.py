@@ -71,7 +71,7 @@ def test_an_engine_audit_counts_ended_requests_by_verdict_and_outcome(tmp_path: 
 
 def test_a_violating_request_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds for a finding beyond the number of findings that are kept."""
-    monkeypatch.setattr("kvledger.audit.checks.findings.FINDINGS_KEPT", 1)
+    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 1)
     wrong = [
         replace(event, request=request) if isinstance(event, Reported) else event
         for request in range(3)

@@ -13,9 +13,8 @@ from tests.histories import GOLDEN, events
 
 from kvledger.audit.events import EngineStarted, Event, Gap, LookupsCounted, RequestAdded
 from kvledger.audit.figures.declared import BY_NAME, FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS
-from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.audit.replay.metrics_state import MetricsState
+from kvledger.audit.replay.metrics_state import Distribution, MetricsState
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

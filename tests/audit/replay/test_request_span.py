@@ -17,8 +17,8 @@ from kvledger.audit.events import Event, Gap, HookFailed, RequestAdded, Snapshot
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import journals as replayed
+from kvledger.audit.replay.journal_parts import RequestSpan, request_span
 from kvledger.audit.replay.journals import statements
-from kvledger.audit.replay.request_span import RequestSpan, request_span
 
 
 @pytest.fixture(scope="module", params=[MIX, LONG], ids=["short requests", "long requests"])

@@ -19,9 +19,9 @@ from kvledger.audit.journal.listing import facts
 from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.journal_parts import skip_to_window
 from kvledger.audit.replay.journals import audit_paths, statement
 from kvledger.audit.replay.observers import Lost, Steps
-from kvledger.audit.replay.window_start import skip_to_window
 from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import replayed
 from kvledger.exporters.reports import html_data

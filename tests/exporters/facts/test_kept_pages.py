@@ -215,7 +215,7 @@ def test_a_page_names_the_journals_that_another_version_compacted_and_that_are_g
 def test_findings_that_were_not_kept_are_missed_aloud(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvledger.audit.checks.findings.FINDINGS_KEPT", 2)
+    monkeypatch.setattr("kvledger.audit.checks.auditor.FINDINGS_KEPT", 2)
     Engine(tmp_path).stop()
     compact(tmp_path / "engine-00")
 

@@ -17,8 +17,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from tests.exporters.metrics.receivers import Received, attributes, grpc_receiver, http_receiver
 
-from kvledger.audit.replay.distribution import Distribution
 from kvledger.audit.replay.followed_audit import FollowedAudit
+from kvledger.audit.replay.metrics_state import Distribution
 from kvledger.exporters.metrics import metric_list, prometheus
 from kvledger.exporters.metrics.metric_list import METRICS, Metric
 from kvledger.exporters.metrics.openmetrics import END, Exposition, exposition

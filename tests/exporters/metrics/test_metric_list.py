@@ -21,9 +21,8 @@ from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.events import Census, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay.distribution import Exemplar
 from kvledger.audit.replay.followed_audit import FollowedAudit, folded
-from kvledger.audit.replay.metrics_state import MOST_VALUES, MetricsState
+from kvledger.audit.replay.metrics_state import MOST_VALUES, Exemplar, MetricsState
 from kvledger.exporters.metrics import metric_list, prometheus
 from kvledger.exporters.metrics.metric_list import METRICS
 from kvledger.exporters.metrics.values import OTHER, STATES, EngineAudits, Health

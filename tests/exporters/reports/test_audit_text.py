@@ -10,7 +10,7 @@ from tests import journals
 from tests.exporters.reports.printed import text
 from tests.histories import events
 
-from kvledger.audit.checks.findings import Found
+from kvledger.audit.checks.auditor import Found
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports import audit_text, terminal

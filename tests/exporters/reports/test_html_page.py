@@ -14,7 +14,7 @@ from tests.exporters.reports.browser import Visit
 from tests.histories import events
 from tests.simulated_trace import write_trace
 
-from kvledger.audit.checks.findings import Found
+from kvledger.audit.checks.auditor import Found
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.exporters.reports.html_data import gather

@@ -10,7 +10,7 @@ from tests.command_line import exit_code
 from tests.exporters.sidecar.routed_engines import Fleet
 
 from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.routed import routing
+from kvledger.audit.replay.recorded_events import routing
 
 
 @pytest.fixture

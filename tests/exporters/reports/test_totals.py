@@ -13,7 +13,7 @@ from tests import journals
 from tests.command_line import exit_code
 from tests.histories import events
 
-from kvledger.audit.checks.findings import FINDINGS_KEPT
+from kvledger.audit.checks.auditor import FINDINGS_KEPT
 from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels, Stepped
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window

@@ -14,16 +14,15 @@ import pytest
 from tests import journals
 from tests.time_limits import HANGS
 
-from kvledger.exporters.sidecar import audits_lock, follower, http_server, serve
-from kvledger.exporters.sidecar.followed_journal import FollowedJournal
-from kvledger.exporters.sidecar.follower import Follower
+from kvledger.exporters.sidecar import follower, http_server, serve
+from kvledger.exporters.sidecar.follower import FollowedJournal, Follower
 from kvledger.exporters.sidecar.pages import Site
 
 
 @pytest.fixture
 def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
     """Two engines, and a short patience."""
-    monkeypatch.setattr(audits_lock, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(follower, "PATIENCE_SECONDS", 0.05)
     journals.clean(tmp_path / "engine-1-1-0")
     journals.write(tmp_path / "engine-2-2-0", [], version="0.33.0", configuration={"model": "second"})
     made = Follower(tmp_path)

@@ -37,7 +37,7 @@ from kvledger.audit.events import (
     TiersReported,
 )
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.exporters.sidecar.compare_counters import (
+from kvledger.exporters.sidecar.engine_metrics import (
     SETTLE_SECONDS,
     WINDOW_SECONDS,
     CounterComparison,

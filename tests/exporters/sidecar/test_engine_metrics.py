@@ -23,15 +23,17 @@ from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.exporters.sidecar import scrape
-from kvledger.exporters.sidecar.compare_counters import (
+from kvledger.exporters.sidecar import engine_metrics
+from kvledger.exporters.sidecar.engine_metrics import (
     SETTLE_SECONDS,
     WINDOW_SECONDS,
     CounterComparison,
+    Reconciler,
     Scrape,
+    ScrapedEngine,
+    counters,
+    match,
 )
-from kvledger.exporters.sidecar.engine_metrics import Reconciler, match
-from kvledger.exporters.sidecar.scrape import ScrapedEngine, counters
 
 ROOT = Path(__file__).parents[3]
 URL = "http://127.0.0.1:8000/metrics"
@@ -141,10 +143,10 @@ def test_an_engine_is_scraped_and_compared(live: Callable[..., FollowedAudit]) -
 def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     endless = tmp_path / "metrics"
     endless.write_text("#" * 100)
-    monkeypatch.setattr(scrape, "MOST_BYTES", 99)
+    monkeypatch.setattr(engine_metrics, "MOST_BYTES", 99)
 
     with pytest.raises(ValueError, match="more than 99 bytes"):
-        scrape.fetch(endless.as_uri())
+        engine_metrics.fetch(endless.as_uri())
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", ""])

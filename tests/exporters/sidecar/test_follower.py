@@ -38,9 +38,8 @@ from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.audit.replay import checkpoint, serialize
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics.labels import engine_label
-from kvledger.exporters.sidecar import follower as follower_module
-from kvledger.exporters.sidecar.followed_journal import FollowedJournal
-from kvledger.exporters.sidecar.follower import Follower
+from kvledger.exporters.sidecar import follower as sidecar_follower
+from kvledger.exporters.sidecar.follower import FollowedJournal, Follower
 
 HISTORY = events(200, journals.CLEAN)
 
@@ -207,7 +206,7 @@ def test_a_journal_may_be_removed_while_the_sidecar_is_down(tmp_path: Path) -> N
 
 def test_the_engine_removed_first_is_forgotten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole name is dropped, so no sum falls: a series ends."""
-    monkeypatch.setattr(follower_module, "PAST_NAMES", 2)
+    monkeypatch.setattr(sidecar_follower, "PAST_NAMES", 2)
     with following(tmp_path) as follower:
         for number in range(4):
             engine = Engine(tmp_path / "engine", process_id=number)
@@ -293,7 +292,7 @@ def test_a_scrape_does_not_grow_with_the_engines_that_ever_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does the checkpoint; and a folded journal is not read again."""
-    monkeypatch.setattr(follower_module, "PAST_NAMES", 3)
+    monkeypatch.setattr(sidecar_follower, "PAST_NAMES", 3)
     samples, sizes = set(), []
     for engines in (3, 30):
         folder = tmp_path / str(engines)
@@ -311,7 +310,7 @@ def test_a_scrape_does_not_grow_with_the_engines_that_ever_ran(
 
 def test_counters_never_fall_while_engines_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two names, restarted in turn, with a follower that is restarted too."""
-    monkeypatch.setattr(follower_module, "PAST_NAMES", 1)
+    monkeypatch.setattr(sidecar_follower, "PAST_NAMES", 1)
     before: dict[Any, float] = {}
     first = Engine(tmp_path / "always", process_id=0)
     first.serve()
@@ -335,7 +334,7 @@ def test_counters_never_fall_while_engines_restart(tmp_path: Path, monkeypatch: 
 
 def test_a_name_with_an_engine_that_runs_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other names ended since; dropping its sums would make the counters of the live engine fall."""
-    monkeypatch.setattr(follower_module, "PAST_NAMES", 1)
+    monkeypatch.setattr(sidecar_follower, "PAST_NAMES", 1)
     restarted(tmp_path, 2)
     with following(tmp_path) as follower:
         live = Engine(tmp_path / "live", process_id=0)
@@ -364,7 +363,7 @@ def test_a_name_leaves_some_time_after_its_last_engine(
     restarted(tmp_path, 4, names=2)
     with following(tmp_path) as follower:
         assert 4 == ended(follower)
-        monkeypatch.setattr(follower_module, "PAST_SECONDS", 0.0)
+        monkeypatch.setattr(sidecar_follower, "PAST_SECONDS", 0.0)
         follower.poll()
         assert [] == follower.audits
         assert {} == follower.health.lost
@@ -395,7 +394,7 @@ def test_a_journal_that_cannot_be_read_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer schema, for example. It is reported once, however often the journal is tried."""
-    monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(sidecar_follower, "RETRY_SECONDS", 0.0)
     bad, good = Engine(tmp_path / "bad"), Engine(tmp_path / "good")
     (tmp_path / "bad" / "00000002.kvl").write_bytes(header(99))
     good.serve()
@@ -413,7 +412,7 @@ def test_a_journal_that_cannot_be_read_does_not_stop_the_others(
 def test_a_journal_that_becomes_readable_again_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(sidecar_follower, "RETRY_SECONDS", 0.0)
     engine, said = Engine(tmp_path / "engine"), list[str]()
     with following(tmp_path, notified=said) as follower:
         with monkeypatch.context() as patched:
@@ -555,7 +554,7 @@ def test_a_restart_reads_at_most_one_segment_again(tmp_path: Path) -> None:
 
 def test_a_long_journal_is_saved_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill during the first reading then costs one segment at most."""
-    monkeypatch.setattr(follower_module, "LEAST_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(sidecar_follower, "LEAST_SAVE_SECONDS", 0.0)
     engine = Engine(tmp_path / "engine")
     for _ in range(3):
         engine.serve()
@@ -830,7 +829,7 @@ def test_it_stops_between_batches_and_saves(tmp_path: Path) -> None:
         thread = threading.Thread(target=follower.follow, args=(stop,))
         thread.start()
         engine.serve()
-        time.sleep(2 * follower_module.POLL_SECONDS)
+        time.sleep(2 * sidecar_follower.POLL_SECONDS)
         stop.set()
         thread.join(HANGS)
         assert not thread.is_alive()

@@ -13,7 +13,7 @@ from tests import journals
 from tests.exporters.sidecar.test_follower import Engine, ended, following
 
 from kvledger.exporters.metrics.labels import engine_label
-from kvledger.exporters.sidecar import journal_finder
+from kvledger.exporters.sidecar import follower
 from kvledger.exporters.sidecar.follower import Follower
 
 NAME = "engine-1-7-0"
@@ -21,7 +21,7 @@ NAME = "engine-1-7-0"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_finder, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture

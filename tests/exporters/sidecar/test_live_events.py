@@ -16,7 +16,7 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.ledger import kv_events
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.audit.replay.routed import routing
+from kvledger.audit.replay.recorded_events import routing
 from kvledger.exporters.metrics.metric_list import collect
 from kvledger.exporters.sidecar.follower import Follower
 

@@ -14,7 +14,7 @@ from kvledger.audit.analysis.router_index import TokensIndex
 from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN
 from kvledger.audit.ledger.kv_events import KVEventCounts
 from kvledger.audit.replay.find import journals_at
-from kvledger.audit.replay.routed import routing
+from kvledger.audit.replay.recorded_events import routing
 from kvledger.exporters.sidecar.follower import Follower
 
 REQUESTS = 160

@@ -20,10 +20,10 @@ from tests.time_limits import HANGS
 from kvledger import cli
 from kvledger.audit.entry.variables import SIDECAR
 from kvledger.audit.journal.catalogue import say
-from kvledger.exporters.sidecar import http_server, serve, systemd
+from kvledger.exporters.sidecar import http_server, serve
 from kvledger.exporters.sidecar.follower import Follower
-from kvledger.exporters.sidecar.log import FORMATS, LEVELS, Log
 from kvledger.exporters.sidecar.pages import Site
+from kvledger.exporters.sidecar.serve import FORMATS, LEVELS, Log
 
 
 @pytest.fixture
@@ -177,17 +177,17 @@ def test_systemd_is_told_in_one_datagram(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(name.replace("@", "\0", 1))
         receiver.settimeout(HANGS)
-        monkeypatch.setenv(systemd.VARIABLE, name)
+        monkeypatch.setenv(serve.VARIABLE, name)
 
-        assert systemd.notify(READY=1, STATUS="Serving")
+        assert serve.tell_systemd(READY=1, STATUS="Serving")
         assert b"READY=1\nSTATUS=Serving" == receiver.recv(200)
 
 
 @pytest.mark.parametrize("address", ["", "relative", "/nowhere/notify"])
 def test_without_systemd_nothing_is_sent(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(systemd.VARIABLE, address)
+    monkeypatch.setenv(serve.VARIABLE, address)
 
-    assert not systemd.notify(READY=1)
+    assert not serve.tell_systemd(READY=1)
 
 
 def test_everything_that_may_delay_the_end_takes_less_than_a_second() -> None:

@@ -16,8 +16,8 @@ from tests.histories import events
 
 from kvledger.audit.events import Event, Gap, RequestAdded, Snapshot, SnapshotRow
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay import shared_prompts
-from kvledger.audit.replay.shared_prompts import SharedPrompts, WaitingPrompt
+from kvledger.audit.replay import metrics_state
+from kvledger.audit.replay.metrics_state import SharedPrompts, WaitingPrompt
 from kvledger.exporters.metrics.metric_list import METRICS
 from kvledger.exporters.sidecar.follower import Follower
 
@@ -161,8 +161,8 @@ def test_a_prompt_waits_until_its_prefill_engine_was_read(tmp_path: Path) -> Non
 
 
 def test_what_waits_and_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prompts, "MOST_PREFILLED", 2)
-    monkeypatch.setattr(shared_prompts, "MOST_WAITING", 2)
+    monkeypatch.setattr(metrics_state, "MOST_PREFILLED", 2)
+    monkeypatch.setattr(metrics_state, "MOST_WAITING", 2)
     shared = SharedPrompts()
     for number in range(5):
         shared.prefill(f"cmpl-{number}-0-0a1b2c3d", PROMPT, float(number), suffixed=True)

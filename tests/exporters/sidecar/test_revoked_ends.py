@@ -16,7 +16,7 @@ from kvledger.audit import events as ev
 from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import LOCK
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.exporters.sidecar import follower as follower_module
+from kvledger.exporters.sidecar import follower as sidecar_follower
 from kvledger.exporters.sidecar.follower import Follower
 
 SERVED = 5
@@ -75,7 +75,7 @@ DISTURBANCES = [
 
 @pytest.fixture(autouse=True)
 def at_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(sidecar_follower, "LOOK_SECONDS", 0.0)
 
 
 def goes_on(engine: Engine) -> None:
@@ -106,7 +106,7 @@ def test_the_figures_of_a_live_engine_go_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower_module, "SETTLE_SECONDS", settle_seconds)
+    monkeypatch.setattr(sidecar_follower, "SETTLE_SECONDS", settle_seconds)
     engine = Engine(tmp_path / "engine-1", model="one")
     engine.serve()
     with following(tmp_path) as follower:
@@ -136,7 +136,7 @@ def test_a_live_engine_of_which_nothing_is_read_is_said(
     with following(tmp_path) as follower:
         polled(follower)
         assert 0 == follower.health.unread
-        monkeypatch.setattr(follower_module, "UNREAD_SECONDS", 0.0)
+        monkeypatch.setattr(sidecar_follower, "UNREAD_SECONDS", 0.0)
         emptied(tmp_path / "engine-1")
         polled(follower)
         assert 0 == follower.health.unread, "it writes nothing"
@@ -161,7 +161,7 @@ def test_an_end_that_was_none_is_revoked_also_after_a_restart(
     with following(tmp_path, folder=state) as follower:
         with monkeypatch.context() as patch:
             patch.setattr(reader, "is_live", lambda _: False)
-            patch.setattr(follower_module, "is_live", lambda _: False)
+            patch.setattr(sidecar_follower, "is_live", lambda _: False)
             engine.serve()
             before = polled(follower)
             assert follower.journals["engine-1"].ended
