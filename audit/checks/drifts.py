@@ -327,7 +327,7 @@ def chunks_in_one_step(entry: Entry) -> Iterator[Witness]:
 #
 # Checks of the lookups, drafts and samples that an engine counts, against their definitions.
 #
-# As in ``prompt_drifts.py``: the definitions are in ``figures.py``, and what the engine did shows a drift.
+# As above, the definitions are in ``figures.py``, and what the engine did shows a drift.
 
 
 # --- lookups ------------------------------------------------------------------------------------------

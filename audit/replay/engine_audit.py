@@ -107,7 +107,7 @@ class EngineSums(Sums):
     findings: Findings = msgspec.field(default_factory=Findings)
     journal: JournalSums = msgspec.field(default_factory=JournalSums)
     observed: dict[str, Any] = {}
-    """The sums of each observer (``observer.py``), by the name of its class."""
+    """The sums of each observer, by the name of its class."""
 
 
 # --- description ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Read the recorded KV events of one engine as they are written, and compare them with its cache.
 
-The sidecar does this beside an engine's journal that grows, ``event_journals.py`` beside one that is read to
-its end.
+The sidecar does this beside a journal that grows; below, the same beside one that is read to its end.
 """
 
 from __future__ import annotations

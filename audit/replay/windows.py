@@ -1,7 +1,7 @@
 """Time windows: which requests of a journal a report includes.
 
 A request belongs to the window in which it ended, with its whole account. A request that is still open
-belongs to windows without an end. ``window_start.py`` says from where a journal is replayed.
+belongs to windows without an end. ``journal_parts.py`` says from where a journal is replayed.
 """
 
 from __future__ import annotations

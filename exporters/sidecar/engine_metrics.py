@@ -1,6 +1,6 @@
 """The counters of an engine's own ``/metrics``, by the figures that the ledger has of them.
 
-Reading is here; comparing with the ledger is in ``compare_counters.py``, and judging them by themselves in
+Reading is here; comparing with the ledger is below, and judging them by themselves in
 ``audit/analysis/contradictions.py``.
 """
 
@@ -88,7 +88,7 @@ def fetch(url: str) -> str:
 
 # --- engine metrics ------------------------------------------------------------------------------------
 #
-# Scrapes the engines' own metrics (``--engine-url``); ``compare_counters.py`` compares them with the ledger.
+# Scrapes the engines' own metrics (``--engine-url``); below they are compared with the ledger.
 #
 # An engine in a scrape is matched with a journal by the engine's index and, if several journals have that
 # index, by the model. Without a unique match nothing is compared.

@@ -508,7 +508,7 @@ def end_of(journal: Path) -> tuple[int, int]:
 #   segment begins, so that a restart reads at most one segment again.
 # - State that was known before and is gone now is counted in ``health.lost``. No figure is invented for it.
 # - A journal that can't be read does not stop the others. It is tried again, unless kvledger itself failed.
-# - When an engine has ended, its sums stay under the engine's name for a while (``ended_engines.py``).
+# - When an engine has ended, its sums stay under the engine's name for a while.
 
 
 POLL_SECONDS = 0.5
