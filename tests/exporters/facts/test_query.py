@@ -95,15 +95,16 @@ def test_anything_else_is_refused_with_a_sentence(trace: Path, sql: str, sentenc
     assert sentence in err and "Traceback" not in err
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """A folder with a journal that was compacted, and an exported table."""
-    journal = journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a journal that was compacted. No test changes it."""
+    folder = tmp_path_factory.mktemp("kept")
+    journal = journals.write(folder / "engine-1", events(200, journals.CLEAN))
     asked = "select request_id, local, external, verdict from requests"
-    before = ask([tmp_path], asked)
+    before = ask([folder], asked)
     compact(journal)
-    assert before == ask([tmp_path], asked)
-    return tmp_path
+    assert before == ask([folder], asked)
+    return folder
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

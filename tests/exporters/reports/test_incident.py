@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from tests.command_line import exit_code
 from tests.exporters.sidecar.routed_engines import BEGAN, Fleet
 from tests.incidents.planted import CONTROLS, PLANTED, Incident
+from tests.incidents.recorded import GROUPS, recorded
 
 from kvledger.audit import causes
 from kvledger.audit.analysis.step_times import Work
@@ -23,20 +25,35 @@ from kvledger.exporters.reports.incident_rules import RULES, Change, felt, likel
 
 @pytest.fixture(autouse=True)
 def tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVLEDGER_GROUP", "^([a-z]+)-")
+    monkeypatch.setenv("KVLEDGER_GROUP", GROUPS)
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 def test_the_first_sentence_names_the_planted_cause(planted: Incident, tmp_path: Path) -> None:
-    found = incident([planted.write(tmp_path)], since=planted.since)
+    found = incident([recorded(planted)], since=planted.since)
 
     assert planted.cause == found.causes[0].name
     assert planted.says in found.causes[0].text
 
 
+def test_an_incident_is_driven_as_it_was_recorded(tmp_path: Path) -> None:
+    """A real scheduler serves the requests of the plan."""
+    pytest.importorskip("vllm")
+    planted = PLANTED["pool cut"]
+    driven = planted.write(tmp_path)
+
+    assert figures_of(driven, planted) == figures_of(recorded(planted), planted)
+
+
+def figures_of(folder: Path, planted: Incident) -> Any:
+    """What `incident` compares, on either side."""
+    found = incident([folder], since=planted.since)
+    return [(cause.name, cause.text) for cause in found.causes], found.felt
+
+
 @pytest.mark.parametrize("quiet", CONTROLS.values(), ids=CONTROLS)
 def test_nothing_changed_in_quiet_traffic(quiet: Incident, tmp_path: Path) -> None:
-    found = incident([quiet.write(tmp_path)], since=quiet.since)
+    found = incident([recorded(quiet)], since=quiet.since)
 
     assert ([], []) == ([cause.name for cause in found.causes], found.felt)
 
@@ -205,7 +222,7 @@ def test_the_command_prints_the_cause_first_and_what_to_run_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = PLANTED["pool cut"]
-    folder = planted.write(tmp_path)
+    folder = recorded(planted)
 
     assert 0 == exit_code("incident", folder, "--since", planted.since)
     lines = capsys.readouterr().out.splitlines()
@@ -222,7 +239,7 @@ def test_the_command_prints_the_cause_first_and_what_to_run_next(
 def test_quiet_traffic_is_said_to_be_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = CONTROLS["quiet, seed 0"]
 
-    assert 0 == exit_code("incident", quiet.write(tmp_path), "--since", quiet.since)
+    assert 0 == exit_code("incident", recorded(quiet), "--since", quiet.since)
     assert NOTHING == capsys.readouterr().out.splitlines()[1]
 
 
@@ -230,8 +247,8 @@ def test_the_time_before_may_be_yesterday_or_another_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = PLANTED["prefix broken by a timestamp"]
-    good = CONTROLS["quiet, seed 1"].write(tmp_path / "good")
-    folder = planted.write(tmp_path / "bad")
+    good = recorded(CONTROLS["quiet, seed 1"])
+    folder = recorded(planted)
 
     assert 0 == exit_code("incident", folder, "--since", planted.since, "--against", good)
     assert "Prompts no longer begin with a prefix that was seen before" in capsys.readouterr().out
@@ -246,7 +263,7 @@ def test_the_time_before_may_be_yesterday_or_another_folder(
 
 def test_an_age_counts_from_the_time_of_the_alarm(tmp_path: Path) -> None:
     planted = PLANTED["prefix broken by a timestamp"]
-    found = incident([planted.write(tmp_path)], at="2026-01-01T00:01:05Z", since="20s")
+    found = incident([recorded(planted)], at="2026-01-01T00:01:05Z", since="20s")
 
     assert "prefix" == found.causes[0].name
     assert 20.0 == (found.until or 0.0) - (found.since or 0.0)
