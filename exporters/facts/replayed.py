@@ -80,22 +80,26 @@ Sink = Callable[[str, Sequence[Row]], None]
 
 
 class InMemory:
-    """A Parquet file in memory for each table."""
+    """A Parquet file in memory for each table that has rows: a small journal has rows in few tables."""
 
     def __init__(self) -> None:
-        self._sinks = {name: io.BytesIO() for name in TABLES}
-        """The files, by table."""
-        self._writers = {name: RowWriter(self._sinks[name], columns) for name, columns in TABLES.items()}
+        self._written: dict[str, tuple[io.BytesIO, RowWriter]] = {}
+        """The file of each table, and what writes it."""
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows to a table."""
-        self._writers[table].add(rows)
+        if not rows:
+            return
+        if table not in self._written:
+            sink = io.BytesIO()
+            self._written[table] = sink, RowWriter(sink, TABLES[table])
+        self._written[table][1].add(rows)
 
     def files(self) -> dict[str, list[bytes]]:
         """The whole files. Nothing can be added after this."""
-        for writer in self._writers.values():
+        for _, writer in self._written.values():
             writer.close()
-        return {name: [sink.getvalue()] for name, sink in self._sinks.items()}
+        return {name: [sink.getvalue()] for name, (sink, _) in self._written.items()}
 
 
 class RowCollector:

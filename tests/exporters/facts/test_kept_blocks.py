@@ -332,8 +332,8 @@ def test_kept_rows_outlive_their_journal(tmp_path: Path) -> None:
 
 def test_kept_rows_have_the_segments_that_rotation_removed(tmp_path: Path) -> None:
     engine = Engine(tmp_path, rotates=True)
-    for _ in range(60):
-        engine.run(100)
+    for _ in range(30):
+        engine.run(200)
         compact(engine.path)
     assert 1 not in segments(engine.path)
     numbers = [int(one.request_id[1:]) for one in journal_trace(engine.path).requests]

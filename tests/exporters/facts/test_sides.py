@@ -11,10 +11,11 @@ from tests.histories import events
 
 from kvledger.audit import text
 from kvledger.audit.events import Event, RequestAdded, RequestLabels
+from kvledger.audit.figures.labels import BY_NAME
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.audit.text import tenant_of
-from kvledger.exporters.facts.sides import TENANT, UNLABELLED, side_at
+from kvledger.exporters.facts.sides import TENANT, side_at
 
 LABELS = (
     None,
@@ -40,7 +41,7 @@ def test_rows_and_accounts_name_the_same_tenants(
 
     expected: dict[str, int] = {}
     for labels in LABELS:
-        tenant = tenant_of(labels) or UNLABELLED[0]
+        tenant = tenant_of(labels) or BY_NAME["group"].none
         expected[tenant] = expected.get(tenant, 0) + 1
     found = side_at([folder], EVERYTHING, here).labels[TENANT]
     assert expected == {tenant: figures["requests"] for tenant, figures in found.items()}
