@@ -49,7 +49,7 @@ from .kept import (
 )
 from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
-from .retention import Retention, remove_old, summed_rows, tidy
+from .retention import Retention, next_number, remove_old, summed_rows, tidy
 from .schema import Column, Row, Rows
 
 WANTED = Wanted(audit=True, activity=True, blocks=True)
@@ -253,12 +253,12 @@ class _Compaction:
         self._journal = journal
         self._session = session
         """Where the compaction before ended; None: the journal is read from its beginning."""
-        self._number = 1 if there is None else there.number + 1
         self._keep = keep
         """What is removed; None: nothing."""
         self._began = there is None
         """Whether no session that can be read lists files. Files of one that can't be read are left alone."""
         self._folder = folder_of(journal)
+        self._number = next_number(self._folder, journal.name, there)
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""

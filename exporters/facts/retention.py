@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,9 +88,10 @@ def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> Non
 
 
 def _in_microseconds(table: Hourly) -> str:
-    """The rows of a table as they are written: by time, which is a number."""
+    """The rows of a table as they are written: in the same order each time, times as numbers."""
     columns = [f"epoch_us({one.name})" if one.kind == "time" else one.name for one in table.columns]
-    return f"SELECT {', '.join(columns)} FROM {table.name} ORDER BY hour"
+    keys = [key.name for key in table.keys if key.name != "hour"]
+    return f"SELECT {', '.join(columns)} FROM {table.name} ORDER BY {', '.join(('hour', *keys))}"
 
 
 def _paths(folder: Path, files: Iterable[KeptFile]) -> Files:
@@ -152,9 +153,24 @@ def tidy(folder: Path, journal: str, session: Session, *, drafts_only: bool = Fa
     for draft in folder.glob(f"{journal}{SUFFIX}.*{DRAFT}"):
         draft.unlink(missing_ok=True)
     listed = {str(folder / file.path) for file in (*session.files, *session.tail)}
-    ours = re.compile(rf"{re.escape(journal)}\.\d+(\.tail|\.sums)?\.\d+\.parquet")
-    for path in folder.glob("*/*/*/*"):
-        is_draft = path.name.endswith(DRAFT)
-        name = path.name[1 : -len(DRAFT)] if is_draft else path.name
-        if ours.fullmatch(name) and str(path.with_name(name)) not in listed and (is_draft or not drafts_only):
+    for path, name, _ in _files_of(folder, journal):
+        if str(path.with_name(name)) not in listed and (path.name != name or not drafts_only):
             path.unlink(missing_ok=True)
+
+
+def _files_of(folder: Path, journal: str) -> Iterator[tuple[Path, str, int]]:
+    """A journal's files and drafts, each with its name as a file and the number of its compaction."""
+    ours = re.compile(rf"{re.escape(journal)}\.(\d+)(\.tail|\.sums)?\.\d+\.parquet")
+    for path in folder.glob("*/*/*/*"):
+        name = path.name[1 : -len(DRAFT)] if path.name.endswith(DRAFT) else path.name
+        if found := ours.fullmatch(name):
+            yield path, name, int(found[1])
+
+
+def next_number(folder: Path, journal: str, session: Session | None) -> int:
+    """The number of a journal's next compaction, which no file of an earlier one has.
+
+    Files of a session that can't be read stay. Under the same names they would stand in for the new ones.
+    """
+    before = 0 if session is None else session.number
+    return 1 + max([before, *(number for *_, number in _files_of(folder, journal))])

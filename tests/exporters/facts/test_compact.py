@@ -182,6 +182,7 @@ def test_what_is_damaged_or_of_another_journal_is_not_used(tmp_path: Path, damag
     compact(journal)
     path = place(journal)
     data = path.read_bytes()
+    before = set(path.parent.rglob("*.parquet"))
     if damage == "other journal":
         shutil.rmtree(journal)
         journals.write(journal, events(200, journals.CLEAN), wall_seconds=1.8e9)
@@ -190,7 +191,10 @@ def test_what_is_damaged_or_of_another_journal_is_not_used(tmp_path: Path, damag
     assert find(journal) is None
     assert 1 == summarize([tmp_path])[-1].requests
     assert "" == compact(journal).problem
-    assert find(journal) is not None
+    session = find(journal)
+    assert session is not None
+    new = {path.parent / file.path for file in (*session.files, *session.tail)}
+    assert new.isdisjoint(before), "an older file under the same name would be read in its place"
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
