@@ -162,7 +162,7 @@ def summary(
 ) -> Report:
     """Sum up hit rates, rework, preemptions, waiting, and what lost work cost.
 
-    Needs the analysis extra: pip install 'kvledger[analysis]'. docs/tables.md lists the columns.
+    Needs the analysis extra: pip install 'kvledger[analysis]'. docs/reference/tables.md lists the columns.
     """
     from .exporters.reports import summary as report
 
@@ -224,7 +224,7 @@ def query(
 ) -> Report:
     """Answer a question in SQL over the rows of requests.
 
-    The tables are requests, causes, activity, findings and engines; docs/tables.md lists their columns and
+    The tables are requests, causes, activity, findings and engines; docs/reference/tables.md lists their columns and
     has twenty questions with their answers. SQL is DuckDB's. Nothing but these tables can be read, and
     nothing can be written. Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
@@ -706,7 +706,7 @@ def export(
     """Write the tables of a trace as Parquet.
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
-    --entries also each entry of each account. docs/tables.md lists their columns. They need the analysis
+    --entries also each entry of each account. docs/reference/tables.md lists their columns. They need the analysis
     extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.trace import columns

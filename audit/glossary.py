@@ -1,7 +1,7 @@
 """The words that kvledger prints and its pages use, as one table.
 
 Here: each term with its meaning and an example, the lookup that ``kvledger explain TERM`` uses, and the
-page ``docs/glossary.md``. Not here: invariants, whose definitions stand beside their checks
+page ``docs/reference/glossary.md``. Not here: invariants, whose definitions stand beside their checks
 (``checks/registry.py``), and the causes of single differences (``causes.py``).
 """
 
@@ -572,7 +572,7 @@ def explain(row: Term) -> str:
 
 
 def markdown() -> str:
-    """docs/glossary.md: every term, by section."""
+    """docs/reference/glossary.md: every term, by section."""
     lines = [
         "# Glossary",
         "",

@@ -10,7 +10,7 @@ wrong.
 
 `--folder` keeps journals, files and results there, and takes what an earlier run left there: delete a fault's
 folder to have it recorded again, its result.json to have it reproduced again. `--write` writes
-docs/repro-proof.md after a run of all faults.
+docs/reference/repro-proof.md after a run of all faults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "repro-proof.md"
+PAGE = ROOT / "docs" / "reference" / "repro-proof.md"
 MOST_REQUESTS, MOST_STEPS = 3, 30
 SHOWN = ("placeholder-leak", "negative-local-hit", "promise-not-loaded")
 """The faults whose files are on the page, whole."""
@@ -141,7 +141,7 @@ def table(proofs: Iterable[Proof]) -> list[str]:
 
 
 def page(proofs: Sequence[Proof], folder: Path) -> str:
-    """docs/repro-proof.md."""
+    """docs/reference/repro-proof.md."""
     lines = [
         "# Proof of `kvledger repro`",
         "",
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"among {', '.join(FAULTS)}")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--folder", type=Path, help="keep journals, files and results in this folder")
-    parser.add_argument("--write", action="store_true", help="write docs/repro-proof.md")
+    parser.add_argument("--write", action="store_true", help="write docs/reference/repro-proof.md")
     options = parser.parse_args(arguments)
     if unknown := set(options.faults) - set(FAULTS):
         sys.exit(f"kvledger: {', '.join(sorted(unknown))}: not among {' '.join(FAULTS)}")

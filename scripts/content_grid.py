@@ -4,7 +4,7 @@ Usage: .venv/bin/python scripts/content_grid.py [--write] [NAME...]     all rele
 
 Drives the real scheduler of each release with a runner that has KV caches and no model
 (`tests/scenarios/content_faults.py`), prints one grid, and exits with 1 if a finding is missing or is not
-expected. `--write` replaces the section of docs/detection.md after a run of all releases. `make releases`
+expected. `--write` replaces the section of docs/reference/detection.md after a run of all releases. `make releases`
 runs this too.
 """
 
@@ -27,7 +27,7 @@ from releases import BIN, CORE, MATRIX, build, environ
 from kvledger.audit.faults.catalogue import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "detection.md"
+PAGE = ROOT / "docs" / "reference" / "detection.md"
 HEADING = "## Released faults at level `content`"
 
 
@@ -145,7 +145,7 @@ def _finding(driven: Driven) -> str:
 
 
 def section(rows: list[list[str]]) -> list[str]:
-    """The section of docs/detection.md."""
+    """The section of docs/reference/detection.md."""
     head, *body = rows
     return [
         HEADING,

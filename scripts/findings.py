@@ -5,7 +5,7 @@ Usage: .venv/bin/python scripts/findings.py [--write | --text] [NAME...]     all
 A fault with `runs` in its file of audit/faults/data has a probe here. Drives the real scheduler of the
 releases in its runs (scripts/releases.py) through one scenario, and prints the engine's own figures, the
 right figures, and the findings of the audit. Exits with 1 if a fault does not appear as its file says.
-`--write` writes docs/findings.md after a run of all faults; `--text` runs nothing and writes the page again
+`--write` writes docs/reference/findings.md after a run of all faults; `--text` runs nothing and writes the page again
 around the figures that it has.
 """
 
@@ -28,7 +28,7 @@ from kvledger.audit.faults.catalogue import HARMS, Fault, Run, catalogue
 from kvledger.audit.faults.texts import facts
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "findings.md"
+PAGE = ROOT / "docs" / "reference" / "findings.md"
 SHARED = {"failed-load-as-local-hit": "failed-load-counted"}
 """Faults that the probe of another fault shows."""
 
@@ -462,7 +462,7 @@ def drift(fault: Fault) -> str:
 
 
 def page(lines: Mapping[str, list[str]]) -> str:
-    """docs/findings.md."""
+    """docs/reference/findings.md."""
     worst_first = sorted(catalogue().values(), key=lambda fault: (list(HARMS).index(fault.harms), fault.id))
     in_table = [fault for fault in worst_first if fault.kind == "drift" and not fault.runs]
     return "\n".join(
@@ -489,7 +489,7 @@ def page(lines: Mapping[str, list[str]]) -> str:
             "# Drifts of figures",
             "",
             "The engine counts these deliberately by a rule that misleads, so the verdict stays clean.",
-            "[reconciliation.md](reconciliation.md) defines each figure.",
+            "[reconciliation.md](../reconciliation.md) defines each figure.",
             "",
             "| finding | releases | what is counted | condition |",
             "|---|---|---|---|",

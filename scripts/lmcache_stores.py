@@ -5,7 +5,7 @@ Usage: python3 scripts/lmcache_stores.py [--write] [NAME...]     all releases of
 In each release the native client of its `fs_native` adapter stores two keys in one batch. The second one is
 larger than the process may write, so the batch fails. Prints which keys a lookup then shows, also after the
 store was opened again, and whether their bytes are those that were stored. `--write` writes
-docs/lmcache-stores.txt, which docs/detection.md includes.
+docs/reference/lmcache-stores.txt, which docs/reference/detection.md includes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from releases import BIN, MATRIX
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "docs" / "lmcache-stores.txt"
-PAGE = ROOT / "docs" / "detection.md"
+KEPT = ROOT / "docs" / "reference" / "lmcache-stores.txt"
+PAGE = ROOT / "docs" / "reference" / "detection.md"
 HEADING = "## Failed stores of LMCache"
 NEXT = "## negative-local-hit on a whole engine"
 PROBE = """
@@ -79,7 +79,7 @@ def run(release: str) -> str:
 
 
 def section() -> list[str]:
-    """The section of docs/detection.md."""
+    """The section of docs/reference/detection.md."""
     return [
         HEADING,
         "",

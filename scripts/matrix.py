@@ -4,7 +4,7 @@ Usage: .venv/bin/python scripts/matrix.py [--write] [NAME...]     all releases, 
 
 Runs the scenarios of `tests/scenarios` under observation in each release's
 environment (scripts/releases.py), prints one grid, and exits with 1 if an expected finding is missing or
-an unexpected one appears. `--write` writes docs/detection.md after a run of all releases; `--text` runs
+an unexpected one appears. `--write` writes docs/reference/detection.md after a run of all releases; `--text` runs
 nothing and writes the page again around the grids that it has.
 """
 
@@ -30,8 +30,8 @@ from expectations import Expected
 from releases import BIN, CORE, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "detection.md"
-WHOLE = ROOT / "docs" / "whole-engine-0.17.0.txt"
+PAGE = ROOT / "docs" / "reference" / "detection.md"
+WHOLE = ROOT / "docs" / "reference" / "whole-engine-0.17.0.txt"
 """The output of scripts/whole_engine_017.py."""
 
 
@@ -206,7 +206,7 @@ def together(wrong: Sequence[Unexpected]) -> list[str]:
 
 
 def page(rows: list[list[str]], contents: list[list[str]]) -> str:
-    """docs/detection.md."""
+    """docs/reference/detection.md."""
     head, *body = rows
     table = [
         "| " + " | ".join(head) + " |",
@@ -226,7 +226,7 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "- *-*: these scenarios can't run in the release (v0 or v1 only, or a missing feature).",
             "- *clean*: the number of scenarios without any finding. The findings in the other scenarios are",
             "  listed below by release; there were no others. Drifts of figures are not counted here:",
-            "  [reconciliation.md](reconciliation.md) has them by release.",
+            "  [reconciliation.md](../reconciliation.md) has them by release.",
             "",
             "A release of LMCache runs with vLLM 0.32.0, or with the release after the slash, in scenarios",
             "of its own. The scheduler side of its adapter is real; a table takes the place of its store.",

@@ -22,18 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def generated() -> Iterator[tuple[str, str]]:
     """Each generated file, relative to the repository, and the text that it must have."""
-    yield "docs/invariants.md", registry.markdown()
+    yield "docs/reference/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
     yield "docs/differences.md", release_rules.replaced((ROOT / "docs/differences.md").read_text())
-    yield "docs/glossary.md", glossary.markdown()
-    yield "docs/metrics.md", metric_list.markdown()
-    yield "docs/tables.md", columns.markdown()
-    yield "docs/alerts.md", alerts()
+    yield "docs/reference/glossary.md", glossary.markdown()
+    yield "docs/reference/metrics.md", metric_list.markdown()
+    yield "docs/reference/tables.md", columns.markdown()
+    yield "docs/reference/alerts.md", alerts()
     yield f"dashboards/{SOURCE.name}", with_violations(SOURCE.read_text())
 
 
 def alerts() -> str:
-    """docs/alerts.md."""
+    """docs/reference/alerts.md."""
     lines = [
         "# Alerts",
         "",
@@ -57,7 +57,7 @@ def alerts() -> str:
 
 NEXT = (
     "Read /findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints the "
-    "account. docs/detection.md lists which releases have which defect: upgrade, or turn off the feature it "
+    "account. docs/reference/detection.md lists which releases have which defect: upgrade, or turn off the feature it "
     "names. The alert ends 15 minutes after the last finding."
 )
 

@@ -16,7 +16,7 @@ HEADING = "## What is compared\n"
 _NOT_COMPARED = """
 A counter is not compared in releases where the journal's events can't reproduce it: before 0.20, prompt
 figures are clamped, mixed or missing; before 0.27, local lookups include attempts that led to no admission.
-[Releases](releases.md) lists what each figure means in each release.
+[Releases](reference/releases.md) lists what each figure means in each release.
 
 ## What each figure means, and what is counted
 

@@ -152,7 +152,7 @@ KINDS = tuple(dict.fromkeys(FAMILIES.values()))
 
 # --- registry ------------------------------------------------------------------------------------------
 #
-# The catalogue of invariants, the form of a violation, and the page ``docs/invariants.md``.
+# The catalogue of invariants, the form of a violation, and the page ``docs/reference/invariants.md``.
 #
 # An invariant is a small pure function that takes a ledger entry and yields a :class:`Witness` for each
 # violation. Its docstring is its definition: the first paragraph says what must hold, the rest when it is
@@ -465,7 +465,7 @@ def _bullet(text: str) -> str:
 
 
 def markdown() -> str:
-    """docs/invariants.md: the whole catalogue, by family."""
+    """docs/reference/invariants.md: the whole catalogue, by family."""
     lines = [
         "# What must hold",
         "",

@@ -1,7 +1,7 @@
 """The figures of a request, each declared once.
 
 To add a figure: let the ledger post it to a slot of the account, and add a line here. Every output has it
-then: sums and checkpoints, metrics, tables and docs/tables.md, JSON and CSV, and ``diff``.
+then: sums and checkpoints, metrics, tables and docs/reference/tables.md, JSON and CSV, and ``diff``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Twenty-five questions with the SQL that answers each. They are in docs/tables.md; a test runs them all."""
+"""Twenty-five questions with the SQL that answers each. They are in docs/reference/tables.md; a test runs them all."""
 
 from __future__ import annotations
 

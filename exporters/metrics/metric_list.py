@@ -1,7 +1,7 @@
 """The one metric table: name, unit, kind, help, labels, reader. Every exporter is derived from it.
 
 A reader takes the audits of the followed engines and returns samples; the readers are in ``values.py``.
-Exporters call :func:`collect`. ``python -m kvledger.exporters.metrics.metric_list`` prints docs/metrics.md.
+Exporters call :func:`collect`. ``python -m kvledger.exporters.metrics.metric_list`` prints docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ GROUPS: tuple[Group, ...] = (
         "What lost work took of the engine's time, and what loads saved. Engine time and waiting are "
         "measured from the recorded events; the other seconds are estimates by a model of step time over "
         "prefill tokens, decoding requests, draft tokens and context, and stay at zero until a model is "
-        "accepted. The model's error is beside them ([how](analysis.md#what-lost-work-costs)).",
+        "accepted. The model's error is beside them ([how](../analysis.md#what-lost-work-costs)).",
         (
             Metric(
                 "kvledger_engine_busy_seconds",
@@ -271,7 +271,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Turns",
         "Turns of sessions that follow another turn on the same engine, when they have ended. Level `blocks` "
-        "alone has them ([turns](turns.md)). The share of hits is the figure to alert on.",
+        "alone has them ([turns](../turns.md)). The share of hits is the figure to alert on.",
         (
             Metric(
                 "kvledger_turns",
@@ -332,7 +332,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Weights",
         "Changes of weights while the engine ran, and tokens that were read or sampled over KV of older "
-        "weights ([training](rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by "
+        "weights ([training](../rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by "
         "a digest. *Possible*: a call that may have changed weights; *equal*: a digest says that it did not; "
         "*labelled*: only the caller's label changed.",
         (
@@ -360,7 +360,7 @@ GROUPS: tuple[Group, ...] = (
         "(voided). Tokens that a prefill engine handed over were computed there. A fleet that adds "
         "them to its hits counts each prompt twice, so they are counted separately as transferred, and all "
         "prompt tokens of such requests by the engine's role ([each prompt "
-        "once](sidecar.md#prefill-and-decode-engines)). Since 0.32 vLLM asks the connector which tier "
+        "once](../sidecar.md#prefill-and-decode-engines)). Since 0.32 vLLM asks the connector which tier "
         "(`host`, `disk`, `p2p`) the tokens of a first admission come from: `*_by_tier` count those. Tokens "
         "of older releases and of admissions after a preemption are in none of them. "
         "`kvledger_engine_info` has the `connector`.",
@@ -663,7 +663,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Contents",
         "What became of the KV in the blocks. Only engines that record at level `content` have these series "
-        "([contents](content.md)).",
+        "([contents](../content.md)).",
         (
             Metric(
                 "kvledger_content_blocks",
@@ -713,7 +713,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Blocks",
         "How the block pools are used. Only engines that record at level `blocks` have these series "
-        "([blocks](blocks.md)).",
+        "([blocks](../blocks.md)).",
         (
             Metric(
                 "kvledger_pool_blocks",
@@ -782,7 +782,7 @@ GROUPS: tuple[Group, ...] = (
         "KV events",
         "What an engine announced to routers, beside what its cache did. Only engines that record at level "
         "`blocks` and publish KV events, with `KVLEDGER_EVENTS_KEY` and `kvledger record-events`, have these "
-        "series ([KV events and routing](routing.md)). Differences are findings `events/...`.",
+        "series ([KV events and routing](../routing.md)). Differences are findings `events/...`.",
         (
             Metric(
                 "kvledger_kv_event_batches",
@@ -888,7 +888,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Reconciliation",
         "The engine's own counters and the ledger's figures since a common baseline, if the sidecar "
-        "scrapes the engine's metrics ([reconciliation](reconciliation.md)). `figure` names a "
+        "scrapes the engine's metrics ([reconciliation](../reconciliation.md)). `figure` names a "
         "counter. Only the cause `unexplained` is worth an alert.",
         (
             Metric(
@@ -949,7 +949,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "The sidecar",
-        "The state of `kvledger serve` itself. [What each loss means](sidecar.md#after-a-restart).",
+        "The state of `kvledger serve` itself. [What each loss means](../sidecar.md#after-a-restart).",
         (
             Metric(
                 "kvledger_sidecar_losses",
@@ -1133,7 +1133,7 @@ the OpenMetrics format.
 
 
 def markdown() -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     lines = [HEAD.rstrip("\n")]
     for group in GROUPS:
         lines += ["", f"## {group.title}", "", group.description, ""]

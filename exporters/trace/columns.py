@@ -5,7 +5,7 @@
 Rows are produced as accounts close, so memory is bounded by open requests. ``parquet.py`` writes them to
 files, ``frames.py`` makes DataFrames; both take names and types from here. Seconds count from the start of
 the engine, as in an account statement. ``python -m kvledger.exporters.trace.columns`` prints
-``docs/tables.md``.
+``docs/reference/tables.md``.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ unknown or does not apply.
 
 
 def markdown() -> str:
-    """docs/tables.md."""
+    """docs/reference/tables.md."""
     asked = {**FACT_TABLES, "engines": ENGINES, **{name: table.columns for name, table in HOURLY.items()}}
     every = {**asked, **TABLES}
     lines = [HEAD.format(queried=_names(asked), exported=_names(TABLES))]

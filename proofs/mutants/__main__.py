@@ -2,7 +2,7 @@
 
 Usage: make proof NAME=mutants ARGS="[--write] [NAME...]"
 
-Judges all mutants of the table, or those named; `--write` writes docs/mutants.md and needs all. Exits with 1
+Judges all mutants of the table, or those named; `--write` writes docs/reference/mutants.md and needs all. Exits with 1
 if a mutant could not be judged.
 """
 

@@ -1,4 +1,4 @@
-"""The page docs/mutants.md."""
+"""The page docs/reference/mutants.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .judge import ENOUGH, Judgement
 from .mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "reference" / "mutants.md"
 UPSTREAM = ROOT / ".upstream"
 WORDS = 220
 """Most characters of a finding's sentence."""
@@ -22,7 +22,7 @@ HEAD = f"""\
 `make proof NAME=mutants` puts one small fault at a time into vLLM's scheduler, block pool or KV cache
 managers (0.32.0), and drives the real scheduler through every scenario of `tests/scenarios` and {HISTORIES}
 random histories: observed at level `tokens`, observed at level `blocks`, and with the
-[exported checks](ci.md#checks-without-kvledger) alone. `ARGS=--write` writes this page; `ARGS="NAME..."`
+[exported checks](../ci.md#checks-without-kvledger) alone. `ARGS=--write` writes this page; `ARGS="NAME..."`
 judges the mutants named. A violation counts if the same drive without the mutant does not have it. A level
 is left after {ENOUGH} drives with such findings. *Engine*: how vLLM itself
 ends a drive: by an exception, or never.
