@@ -224,8 +224,8 @@ def query(
 ) -> Report:
     """Answer a question in SQL over the rows of requests.
 
-    The tables are requests, causes, activity, findings and engines; docs/reference/tables.md lists their columns and
-    has twenty questions with their answers. SQL is DuckDB's. Nothing but these tables can be read, and
+    The tables are requests, causes, activity, findings and engines; docs/reference/tables.md lists their
+    columns and has twenty questions with their answers. SQL is DuckDB's. Nothing else can be read, and
     nothing can be written. Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.reports import query as report
@@ -706,8 +706,8 @@ def export(
     """Write the tables of a trace as Parquet.
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
-    --entries also each entry of each account. docs/reference/tables.md lists their columns. They need the analysis
-    extra: pip install 'kvledger[analysis]'.
+    --entries also each entry of each account. docs/reference/tables.md lists their columns. They need the
+    analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.trace import columns
     from .exporters.trace.parquet import export as write_tables

@@ -4,8 +4,8 @@ Usage: .venv/bin/python scripts/content_grid.py [--write] [NAME...]     all rele
 
 Drives the real scheduler of each release with a runner that has KV caches and no model
 (`tests/scenarios/content_faults.py`), prints one grid, and exits with 1 if a finding is missing or is not
-expected. `--write` replaces the section of docs/reference/detection.md after a run of all releases. `make releases`
-runs this too.
+expected. `--write` replaces the section of docs/reference/detection.md after a run of all releases.
+`make releases` runs this too.
 """
 
 from __future__ import annotations

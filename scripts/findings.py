@@ -5,8 +5,8 @@ Usage: .venv/bin/python scripts/findings.py [--write | --text] [NAME...]     all
 A fault with `runs` in its file of audit/faults/data has a probe here. Drives the real scheduler of the
 releases in its runs (scripts/releases.py) through one scenario, and prints the engine's own figures, the
 right figures, and the findings of the audit. Exits with 1 if a fault does not appear as its file says.
-`--write` writes docs/reference/findings.md after a run of all faults; `--text` runs nothing and writes the page again
-around the figures that it has.
+`--write` writes docs/reference/findings.md after a run of all faults; `--text` runs nothing and writes the
+page again around the figures that it has.
 """
 
 from __future__ import annotations

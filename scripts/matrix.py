@@ -4,8 +4,8 @@ Usage: .venv/bin/python scripts/matrix.py [--write] [NAME...]     all releases, 
 
 Runs the scenarios of `tests/scenarios` under observation in each release's
 environment (scripts/releases.py), prints one grid, and exits with 1 if an expected finding is missing or
-an unexpected one appears. `--write` writes docs/reference/detection.md after a run of all releases; `--text` runs
-nothing and writes the page again around the grids that it has.
+an unexpected one appears. `--write` writes docs/reference/detection.md after a run of all releases; `--text`
+runs nothing and writes the page again around the grids that it has.
 """
 
 from __future__ import annotations

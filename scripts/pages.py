@@ -57,8 +57,8 @@ def alerts() -> str:
 
 NEXT = (
     "Read /findings of the sidecar and run `kvledger explain ID`; `kvledger show JOURNAL REQUEST` prints the "
-    "account. docs/reference/detection.md lists which releases have which defect: upgrade, or turn off the feature it "
-    "names. The alert ends 15 minutes after the last finding."
+    "account. docs/reference/detection.md lists which releases have which defect: upgrade, or turn off the "
+    "feature it names. The alert ends 15 minutes after the last finding."
 )
 
 

@@ -43,7 +43,7 @@ DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
 """Known connectors that read KV from another engine and have no store."""
 
 VLLM_FAULTS = dict.fromkeys(("tokens/in-flight", "tokens/without-token"), "load fails")
-"""Findings that vLLM itself causes with any connector (``docs/reference/findings.md``): by id, the beginning of
+"""Findings that vLLM itself causes with any connector (docs/reference/findings.md): by id, the beginning of
 the titles of the situations that show them."""
 
 

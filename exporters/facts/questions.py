@@ -1,4 +1,4 @@
-"""Twenty-five questions with the SQL that answers each. They are in docs/reference/tables.md; a test runs them all."""
+"""Twenty-five questions with the SQL that answers each, for docs/reference/tables.md. A test runs all."""
 
 from __future__ import annotations
 

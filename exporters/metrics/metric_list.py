@@ -1,7 +1,7 @@
 """The one metric table: name, unit, kind, help, labels, reader. Every exporter is derived from it.
 
 A reader takes the audits of the followed engines and returns samples; the readers are in ``values.py``.
-Exporters call :func:`collect`. ``python -m kvledger.exporters.metrics.metric_list`` prints docs/reference/metrics.md.
+Exporters call :func:`collect`. `make docs` writes docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -332,9 +332,9 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "Weights",
         "Changes of weights while the engine ran, and tokens that were read or sampled over KV of older "
-        "weights ([training](../rl.md)). A change is *declared* by a call whose purpose it is, or *detected* by "
-        "a digest. *Possible*: a call that may have changed weights; *equal*: a digest says that it did not; "
-        "*labelled*: only the caller's label changed.",
+        "weights ([training](../rl.md)). A change is *declared* by a call whose purpose it is, or *detected* "
+        "by a digest. *Possible*: a call that may have changed weights; *equal*: a digest says that it did "
+        "not; *labelled*: only the caller's label changed.",
         (
             Metric(
                 "kvledger_weights_changes",

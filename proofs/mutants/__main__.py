@@ -2,8 +2,8 @@
 
 Usage: make proof NAME=mutants ARGS="[--write] [NAME...]"
 
-Judges all mutants of the table, or those named; `--write` writes docs/reference/mutants.md and needs all. Exits with 1
-if a mutant could not be judged.
+Judges all mutants of the table, or those named; `--write` writes docs/reference/mutants.md and needs all.
+Exits with 1 if a mutant could not be judged.
 """
 
 from __future__ import annotations

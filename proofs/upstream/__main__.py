@@ -8,12 +8,13 @@ Downloads the source distribution of each release, keeps its tests/ in .upstream
 files under `pytest --kvledger`, then the tests that failed once more as they are. Pytest's output is in
 .upstream/RELEASE-kvledger.log and .upstream/RELEASE.log. Exits with 1 if a test passes without kvledger,
 fails with it, and is neither in EXCLUDED nor in TRUE. Nothing is copied into this repository, and the tests
-here do not include it. `--write` writes docs/reference/upstream-tests.md; a release that is not run keeps its rows.
+here do not include it. `--write` writes docs/reference/upstream-tests.md; a release that is not run
+keeps its rows.
 
 With `--level=content` the files that build schedulers or engines run at level `content`
-(`upstream_contents.py`), on CONTENT_RELEASES, and `--write` writes the section of docs/reference/upstream-tests.md on
-that level. With `--level=checks` the exported checks take the place of kvledger (`upstream_checks.py`); their
-outcomes go into docs/reference/mutants.md.
+(`upstream_contents.py`), on CONTENT_RELEASES, and `--write` writes the section of docs/reference/upstream-
+tests.md on that level. With `--level=checks` the exported checks take the place of kvledger
+(`upstream_checks.py`); their outcomes go into docs/reference/mutants.md.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_page_of_faults_is_up_to_date(scripts: None, name: str) -> None:
     import findings
     import matrix
 
-    page = (ROOT / "docs" / f"{name}.md").read_text()
+    page = (ROOT / "docs" / "reference" / f"{name}.md").read_text()
     again: dict[str, Any] = {
         "findings": lambda: findings.page(findings.figures_on(page)),
         "detection": lambda: matrix.page(*matrix.tables(page)),
