@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,7 +282,9 @@ SUBCLASS = """
         calls = []
 {methods}
 
-    def test_a_subclass(monkeypatch):
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_a_subclass(monkeypatch, broken):
+        Mine.calls.clear()
         monkeypatch.setattr(engine_setup, "_scheduler_class", lambda setup: Mine)
         driver = start()
         driver.add("a", 40, 4)
@@ -293,33 +297,38 @@ SUBCLASS = """
             steps += 1
         assert set(Mine.calls) <= {{"schedule", "update"}}
         assert all(Mine.calls.count(name) == steps for name in set(Mine.calls)), (Mine.calls, steps)
-        {more}
+        if broken:
+            driver.add("c", 40, 4)
+            driver.step()
+            driver.scheduler.requests["c"].num_computed_tokens += 1
+            driver.run()
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--kvledger=tokens",)], ids=["blocks", "tokens"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_subclass_is_observed_and_runs_as_without_the_plugin(
-    shape: str, options: tuple[str, ...], pytester: pytest.Pytester
-) -> None:
-    result = run(pytester, SUBCLASS, *options, methods=SHAPES[shape], more="")
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+def test_a_subclass_is_observed_and_what_it_breaks_is_found(level: str, pytester: pytest.Pytester) -> None:
+    """Schedulers of all shapes, each once sound and once with a figure changed, in one run."""
+    sources = {f"test_{n}": SUBCLASS.format(methods=methods) for n, methods in enumerate(SHAPES.values())}
+    pytester.makepyfile(**sources)
+    options = ("-p", pytest_plugin.__name__, f"--kvledger={level}", "--tb=no")
+    result = pytester.runpytest_inprocess(*options, "--junit-xml=junit.xml", "-o", "junit_family=xunit1")
 
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines("kvledger: 1 engines observed *, 0 left alone, 0 violations")
+    result.assert_outcomes(passed=len(SHAPES), failed=len(SHAPES))
+    result.stdout.fnmatch_lines(f"kvledger: {2 * len(SHAPES)} engines observed *, 0 left alone, *")
+    for test, properties in properties_of_tests(pytester).items():
+        assert ("kvledger.engines", f"{level} 1") in properties
+        found = {text.partition(":")[0] for name, text in properties if name == "kvledger.violation"}
+        assert ("tokens/balance" in found) == bool(found) == test.endswith("[True]"), test
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_subclass_breaks_is_found(shape: str, pytester: pytest.Pytester) -> None:
-    more = """
-        driver.add("c", 40, 4)
-        driver.step()
-        driver.scheduler.requests["c"].num_computed_tokens += 1
-        driver.run()
-    """
-    result = run(pytester, SUBCLASS, "--kvledger=tokens", methods=SHAPES[shape], more=more.strip())
-
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines("*tokens/balance*")
+def properties_of_tests(pytester: pytest.Pytester) -> dict[str, list[tuple[str, str]]]:
+    """The properties of each test in the junit file, by its module and name."""
+    return {
+        f"{case.get('classname')}.{case.get('name')}": [
+            (str(each.get("name")), str(each.get("value"))) for each in case.iter("property")
+        ]
+        for case in ElementTree.parse(pytester.path / "junit.xml").iter("testcase")
+    }
 
 
 @pytest.fixture
@@ -462,15 +471,14 @@ def test_the_fixture_observes_in_a_run_that_observes_no_other_test(pytester: pyt
 
 def test_findings_are_properties_in_the_junit_file(pytester: pytest.Pytester) -> None:
     run_marked(pytester, "(allow='tokens/balance')", "--junit-xml=junit.xml", "-o", "junit_family=xunit1")
-    (marked, not_marked) = ElementTree.parse(pytester.path / "junit.xml").iter("testcase")
-    properties = [(each.get("name"), str(each.get("value"))) for each in marked.iter("property")]
+    (properties, not_marked) = properties_of_tests(pytester).values()
 
     assert ("kvledger.engines", "blocks 1") in properties
     assert any(
         name == "kvledger.violation" and value.startswith("blocks/double-free: ")
         for name, value in properties
     )
-    assert [] == list(not_marked.iter("property"))
+    assert [] == not_marked
 
 
 def test_with_workers_the_summary_counts_the_engines_of_all(pytester: pytest.Pytester) -> None:
@@ -492,76 +500,85 @@ def test_with_workers_the_summary_counts_the_engines_of_all(pytester: pytest.Pyt
 # --- in an environment that has kvledger ------------------------------------------------------------
 
 
-@pytest.fixture
-def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment whose only pytest plugin is the one that this tree's pyproject.toml registers."""
+PRINTS_ITS_MODULES = """
+import sys
+
+def test_modules(pytestconfig):
+    print("vllm" in sys.modules, "msgspec" in sys.modules)
+    print("observer", pytestconfig.pluginmanager.has_plugin("kvledger-observer"))
+"""
+RUN_EACH = """
+import os, sys
+import pytest
+
+for number, options in enumerate(eval(sys.argv[1])):
+    if not os.fork():
+        os.dup2(os.open(f"out{number}", os.O_CREAT | os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        code = pytest.main(["-s", "-p", "no:cacheprovider", *options])
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+print(sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(number + 1)))
+"""
+"""A process for each run, which has imported nothing but pytest."""
+
+NOT_ASKED_FOR = ()
+SWITCHED_OFF = ("-p", "no:kvledger")
+ACTIVE = (
+    ("--kvledger",),
+    ("--kvledger=blocks",),
+    ("-o", "kvledger=blocks"),
+    ("-p", "kvledger", "--kvledger"),
+    ("-p", pytest_plugin.__name__, "--kvledger"),  # registered by its path and by its entry point
+)
+OVERRIDDEN = ("-o", "kvledger=blocks", "--kvledger=tokens")
+REFUSED = (("--kvledger=all",), ("-o", "kvledger=all"))
+RUNS = (NOT_ASKED_FOR, SWITCHED_OFF, *ACTIVE, OVERRIDDEN, *REFUSED)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
+    """What runs print whose only pytest plugin is the one that this tree's pyproject.toml registers."""
     (value,) = re.findall(r'^\[project.entry-points.pytest11\]\nkvledger = "(.*)"$', PYPROJECT, re.MULTILINE)
-    metadata = pytester.mkdir("installed") / "kvledger_entry-1.dist-info"
-    metadata.mkdir()
+    folder = tmp_path_factory.mktemp("runs")
+    metadata = folder / "installed" / "kvledger_entry-1.dist-info"
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvledger-entry\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(f"[pytest11]\nkvledger = {value}\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(metadata.parent), str(ROOT / "src")]))
-    pytester.makepyfile(
-        """
-        import sys
-
-        def test_modules(pytestconfig):
-            print("vllm" in sys.modules, "msgspec" in sys.modules)
-            print("observer", pytestconfig.pluginmanager.has_plugin("kvledger-observer"))
-        """
-    )
+    (folder / "test_modules.py").write_text(PRINTS_ITS_MODULES)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(metadata.parent), str(ROOT / "src")])}
+    run = [sys.executable, "-c", RUN_EACH, repr(RUNS)]
+    codes = subprocess.run(run, cwd=folder, env=environ, capture_output=True, text=True, check=True).stdout
+    refused = int(pytest.ExitCode.USAGE_ERROR)
+    assert str([0] * 8 + [refused] * 2) == codes.strip()
+    return {options: (folder / f"out{number}").read_text() for number, options in enumerate(RUNS)}
 
 
-def subprocess_run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-s", *options)
+def test_a_run_that_does_not_ask_for_it_imports_nothing_of_it(printed: dict[tuple[str, ...], str]) -> None:
+    output = printed[NOT_ASKED_FOR]
+
+    assert "False False\nobserver False" in output and "1 passed" in output
+    assert "kvledger: " not in output
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_run_that_does_not_ask_for_it_imports_nothing_of_it(pytester: pytest.Pytester) -> None:
-    result = subprocess_run(pytester)
-
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*False False", "observer False"])
-    result.stdout.no_fnmatch_line("kvledger: *")
+def test_an_option_or_the_ini_file_activates_it(printed: dict[tuple[str, ...], str]) -> None:
+    for options in ACTIVE:
+        assert "observer True" in printed[options]
+        assert "kvledger: 0 engines observed at level blocks, " in printed[options]
+        assert "1 passed" in printed[options]
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--kvledger",),
-        ("--kvledger=blocks",),
-        ("-o", "kvledger=blocks"),
-        ("-p", "kvledger", "--kvledger"),
-        ("-p", pytest_plugin.__name__, "--kvledger"),  # registered by its path and by its entry point
-    ],
-)
-def test_an_option_or_the_ini_file_activates_it(options: tuple[str, ...], pytester: pytest.Pytester) -> None:
-    result = subprocess_run(pytester, *options)
-
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["observer True", "kvledger: 0 engines observed at level blocks, *"])
+def test_the_option_overrides_the_ini_file(printed: dict[tuple[str, ...], str]) -> None:
+    assert "kvledger: 0 engines observed at level tokens, " in printed[OVERRIDDEN]
 
 
-@pytest.mark.usefixtures("installed")
-def test_the_option_overrides_the_ini_file(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nkvledger = blocks\n")
-
-    subprocess_run(pytester, "--kvledger=tokens").stdout.fnmatch_lines("kvledger: * at level tokens, *")
+def test_an_unknown_level_is_a_usage_error(printed: dict[tuple[str, ...], str]) -> None:
+    for options in REFUSED:
+        assert "'all' is not a level; the levels are tokens, blocks" in printed[options]
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("options", [("--kvledger=all",), ("-o", "kvledger=all")])
-def test_an_unknown_level_is_a_usage_error(options: tuple[str, ...], pytester: pytest.Pytester) -> None:
-    result = subprocess_run(pytester, *options)
-
-    assert pytest.ExitCode.USAGE_ERROR == result.ret
-    result.stderr.fnmatch_lines("*'all' is not a level; the levels are tokens, blocks*")
-
-
-@pytest.mark.usefixtures("installed")
-def test_it_can_be_switched_off(pytester: pytest.Pytester) -> None:
-    subprocess_run(pytester, "-p", "no:kvledger").assert_outcomes(passed=1)
+def test_it_can_be_switched_off(printed: dict[tuple[str, ...], str]) -> None:
+    assert "1 passed" in printed[SWITCHED_OFF] and "observer False" in printed[SWITCHED_OFF]
 
 
 def test_its_levels_are_those_of_the_observers() -> None:

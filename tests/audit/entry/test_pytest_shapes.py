@@ -7,6 +7,7 @@ before, and the schedulers that take steps are observed.
 from __future__ import annotations
 
 import textwrap
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -235,19 +236,34 @@ SHAPES: dict[str, tuple[int, str]] = {
 }
 
 
-@pytest.mark.parametrize("level", ["tokens", "blocks"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_test_that_passes_without_the_plugin_passes_with_it(
-    shape: str, level: str, pytester: pytest.Pytester
-) -> None:
-    engines, source = SHAPES[shape]
-    pytester.makepyfile(BEGIN + textwrap.dedent(source))
+def test_a_test_that_passes_without_the_plugin_passes_with_it(pytester: pytest.Pytester) -> None:
+    """Each shape is a module of its own. The properties in the junit file count the engines of each."""
+    modules = {f"test_{name.replace(' ', '_').translate(NO_MARKS)}": shape for name, shape in SHAPES.items()}
+    pytester.makepyfile(
+        **{name: BEGIN + textwrap.dedent(source) for name, (_, source) in modules.items()},
+    )
 
-    pytester.runpytest_inprocess("-p", "no:kvledger").assert_outcomes(passed=1)
-    result = pytester.runpytest_inprocess("-p", pytest_plugin.__name__, f"--kvledger={level}")
+    pytester.runpytest_inprocess("-p", "no:kvledger").assert_outcomes(passed=len(SHAPES))
+    for level in ("tokens", "blocks"):
+        options = ("-p", pytest_plugin.__name__, f"--kvledger={level}", "--junit-xml=junit.xml")
+        result = pytester.runpytest_inprocess(*options, "-o", "junit_family=xunit1")
+        result.assert_outcomes(passed=len(SHAPES))
+        result.stdout.fnmatch_lines(f"kvledger: * engines observed at level {level}, 0 left alone*")
+        for module, [properties] in properties_of_modules(pytester).items():
+            engines, _ = modules[module]
+            assert (f"{level} {engines}" if engines else "") == properties.get("kvledger.engines", ""), module
 
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(f"kvledger: {engines} engines observed at level {level}, 0 left alone*")
+
+NO_MARKS = str.maketrans("", "", ",'")
+
+
+def properties_of_modules(pytester: pytest.Pytester) -> dict[str, list[dict[str, str]]]:
+    """The properties of the tests of each module, in the junit file."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for case in ElementTree.parse(pytester.path / "junit.xml").iter("testcase"):
+        properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        found.setdefault(case.get("classname", ""), []).append(properties)
+    return found
 
 
 PASSED_BY = """
