@@ -31,6 +31,7 @@ from .cli_run import (
     Report,
     app,
     command,
+    further,
     left_out_to,
 )
 from .cli_run import main as main
@@ -193,8 +194,8 @@ def why(
 ) -> Report:
     """Explain prefix-cache misses with the causes the trace proves.
 
-    With --session it prints the turns of this session, as kvledger turns does. Needs the analysis extra: pip
-    install 'kvledger[analysis]'.
+    With --session it prints the turns of this session, as kvledger why turns does. Needs the analysis extra:
+    pip install 'kvledger[analysis]'.
     """
     from .audit.errors import LedgerError
     from .exporters.reports import turns as of_sessions
@@ -358,7 +359,11 @@ def simulate(
     return Report(result, report.render, report.as_csv, code=result.code)
 
 
-@command(opt.AUDIT, "prefixes /var/lib/kvledger", "prefixes /var/lib/kvledger --top 50 --format csv")
+@further(
+    "summary prefixes",
+    "/var/lib/kvledger",
+    "/var/lib/kvledger --top 50 --format csv",
+)
 def prefixes(
     paths: list[Path] = opt.BLOCK_PATHS,
     top: int = option("--top N", "How many prefixes to list.", 20, min=1),
@@ -375,7 +380,7 @@ def prefixes(
         return Report(report.prefixes(places, most=top, run=run), report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "store /var/lib/kvledger", "store /var/lib/kvledger --format json")
+@further("summary store", "/var/lib/kvledger", "/var/lib/kvledger --format json")
 def store(
     paths: list[Path] = opt.BLOCK_PATHS,
     format: str = opt.TABLE,
@@ -391,7 +396,7 @@ def store(
         return Report(report.store(places, run=run), report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "turns /var/lib/kvledger", "turns /var/lib/kvledger --session chat-42")
+@further("why turns", "/var/lib/kvledger", "/var/lib/kvledger --session chat-42")
 def turns(
     paths: list[Path] = opt.BLOCK_PATHS,
     session: str = opt.SESSION,
@@ -420,7 +425,7 @@ def turns(
     return Report(result, render, report.as_csv, data=(lambda one: one) if session else report.data)
 
 
-@command(opt.AUDIT, "blocks /var/lib/kvledger")
+@further("summary blocks", "/var/lib/kvledger")
 def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Report:
     """Sum up how blocks were used: states, evictions, lifetimes, reuse."""
     from .exporters.reports import block_use as report
@@ -496,8 +501,8 @@ def compact(
 
     The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
     read them and replay only what came since. Of a journal of level blocks the rows about blocks are kept
-    too, which whatif, prefixes and blocks read. Run it again to add what was recorded since. The rows stay
-    when the journal is removed. Where --keep removes rows, sums by the hour stay for a year.
+    too, which whatif, summary prefixes and summary blocks read. Run it again to add what was recorded since.
+    The rows stay when the journal is removed. Where --keep removes rows, sums by the hour stay for a year.
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.facts.retention import retention

@@ -24,11 +24,20 @@ TRY = "Try engines and connectors"
 OTHER = "Other"
 
 
+RENAMED = {
+    "prefixes": "summary prefixes",
+    "blocks": "summary blocks",
+    "store": "summary store",
+    "turns": "why turns",
+}
+"""What the commands of earlier versions are called now."""
+
+
 class Command(TyperCommand):
-    """A command whose help names its arguments without their Python types."""
+    """A command whose help names its arguments without their Python types, and the commands below it."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options."""
+        """Write arguments, options, then the commands whose first word is this command."""
         rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -36,26 +45,78 @@ class Command(TyperCommand):
                 kind = param.param_type_name
                 name = param.metavar if kind == "argument" and param.metavar else record[0]
                 rows[kind].append((name, record[1]))
-        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
-            if rows[kind]:
+        below = ctx.parent.command.below(ctx.info_name) if ctx.parent else {}
+        named = [(f"{ctx.info_name} {word}", sentence(each)) for word, each in below.items()]
+        sections = (("Arguments", rows["argument"]), ("Options", rows["option"]), ("See also", named))
+        for heading, lines in sections:
+            if lines:
                 with formatter.section(heading):
-                    formatter.write_dl(rows[kind])
+                    formatter.write_dl(lines)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """See the base; also the second words of commands."""
+        return [*_second_words(ctx, incomplete), *super().shell_complete(ctx, incomplete)]
 
 
 class Commands(TyperGroup):
-    """Commands listed by panel, each with the whole first sentence of its help."""
+    """Commands listed by panel, each with the first sentence of its help.
+
+    The name of a command may have two words: ``summary blocks`` is below ``summary``, which is a command too.
+    """
+
+    def below(self, name: Any) -> dict[str, Any]:
+        """The commands whose first word is ``name``, by their second."""
+        first = f"{name} "
+        return {each.removeprefix(first): it for each, it in self.commands.items() if each.startswith(first)}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See the base; also commands of two words, and those that have another name now."""
+        two = " ".join(args[:2])
+        if len(args) > 1 and two in self.commands:
+            return two, self.commands[two], args[2:]
+        if args[0] in RENAMED and not ctx.resilient_parsing:
+            from .audit.errors import LedgerError
+
+            raise LedgerError(f"Write kvledger {RENAMED[args[0]]} in place of kvledger {args[0]}.")
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """See the base; a second word only after the first."""
+        found = super().shell_complete(ctx, incomplete)
+        return [each for each in found if " " not in each.value or " " in incomplete]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write one section per panel, in the order in which panels first appear."""
         panels: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
-            sentence = " ".join((command.help or "").partition("\n\n")[0].split())
-            panels.setdefault(command.rich_help_panel or "Commands", []).append((name, sentence))
+        for name, command in self.commands.items():
+            if " " not in name:
+                panels.setdefault(command.rich_help_panel, []).append((name, sentence(command)))  # type: ignore[attr-defined]
         width = max(len(name) for rows in panels.values() for name, _ in rows)
         for panel, rows in panels.items():
             with formatter.section(panel):
                 formatter.write_dl([(name.ljust(width), sentence) for name, sentence in rows])
+
+
+def sentence(command: Any) -> str:
+    """The first sentence of a command's help."""
+    return " ".join((command.help or "").partition("\n\n")[0].split())
+
+
+def _second_words(ctx: Any, incomplete: str) -> list[Any]:
+    """The second words of commands that complete what is typed, if nothing is typed before."""
+    sources = [ctx.get_parameter_source(each.name) for each in ctx.command.params]
+    if ctx.parent is None or any(each is not None and each.name == "COMMANDLINE" for each in sources):
+        return []
+    first = f"{ctx.info_name} "
+    found = ctx.parent.command.shell_complete(ctx.parent, first + incomplete)
+    for each in found:
+        each.value = each.value.removeprefix(first)
+    return list(found)
+
+
+def _second_words_typed(ctx: Any, incomplete: Any) -> list[tuple[str, str]]:
+    """The same in typer's form, for arguments."""
+    return [(each.value, each.help or "") for each in _second_words(ctx, incomplete)]
 
 
 def examples(*lines: str, exit_codes: str = "") -> str:
@@ -97,6 +158,7 @@ def setting(declared: str, help: str, default: Any = None, kind: Callable[..., A
 
 def argument(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
     """An argument; required unless it has a ``default``."""
+    more["autocompletion"] = _second_words_typed
     return typer.Argument(default, metavar=metavar, show_default=False, help=help, **more)
 
 

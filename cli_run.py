@@ -159,6 +159,14 @@ def command(
     return register
 
 
+def further(name: str, *examples: str, exit_codes: str = "") -> Callable[[Function], Function]:
+    """Register a command whose ``name`` is that of another command and a second word.
+
+    The examples lack the name.
+    """
+    return command("", *(f"{name} {words}" for words in examples), exit_codes=exit_codes, name=name)
+
+
 def _parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
     """The parameters of a command, with the options of :class:`Reading` in place of ``read``."""
     types, found = get_type_hints(Reading), []

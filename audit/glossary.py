@@ -516,14 +516,14 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "prefix",
             "A stretch of blocks that requests share until they differ, named by a label that reveals "
             "nothing of the tokens.",
-            "`kvledger prefixes JOURNAL`: prefix 1a30b1c1, tokens 0 to 128 of 128 requests.",
+            "`kvledger summary prefixes JOURNAL`: prefix 1a30b1c1, tokens 0 to 128 of 128 requests.",
             ("prefixes",),
         ),
         Term(
             "idle block",
             "A free block whose content can be hit. Its idle time runs from the last release to the "
             "eviction.",
-            "`idle before eviction, s` in `kvledger blocks JOURNAL`.",
+            "`idle before eviction, s` in `kvledger summary blocks JOURNAL`.",
             ("idle time",),
         ),
         Term(

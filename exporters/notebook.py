@@ -156,18 +156,18 @@ class Audit:
         return Answer(data, whatif.render)
 
     def prefixes(self, top: int = 20) -> Answer:
-        """The shared prefixes for which the cache saved and lost most, as ``kvledger prefixes``."""
+        """The shared prefixes for which the cache saved and lost most, as ``kvledger summary prefixes``."""
         with self._whole("prefixes") as (places, run):
             return Answer(prefixes.prefixes(places, most=top, run=run), prefixes.render)
 
     def turns(self, session: str = "", *, worst: int = 20) -> Answer:
-        """What turns of sessions missed of the turn before, as ``kvledger turns``."""
+        """What turns of sessions missed of the turn before, as ``kvledger why turns``."""
         with reading(self._paths) as (places, run):
             data = turns.turns(places, session=session, most=worst, window=self._window, run=run)
         return Answer(data, turns.render_session if session else turns.render)
 
     def blocks(self) -> Answer:
-        """How blocks were used, as ``kvledger blocks``."""
+        """How blocks were used, as ``kvledger summary blocks``."""
         with self._whole("blocks") as (places, run):
             return Answer(block_use.block_use(places, run=run), block_use.render)
 

@@ -1,4 +1,4 @@
-"""Serves sessions with a connector's store and without, and compares what `kvledger store` says with both.
+"""Serves sessions with a connector's store and without, and compares what `summary store` says with both.
 
 Usage: make proof NAME=store ARGS="[--rounds N]"
 

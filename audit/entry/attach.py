@@ -179,11 +179,11 @@ class LiveAudit:
         return self._read(lambda audit: audit.prefixes(top))
 
     def turns(self, session: str = "", **options: Any) -> Any:
-        """What turns of sessions missed of the turn before, as ``kvledger turns``. Level blocks only."""
+        """What turns of sessions missed of the turn before, as ``kvledger why turns``. Level blocks only."""
         return self._read(lambda audit: audit.turns(session, **options))
 
     def blocks(self) -> Any:
-        """How blocks were used, as ``kvledger blocks``. Level blocks only."""
+        """How blocks were used, as ``kvledger summary blocks``. Level blocks only."""
         return self._read(lambda audit: audit.blocks())
 
     def frames(self, *names: str) -> Any:

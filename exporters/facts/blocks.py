@@ -1,7 +1,7 @@
 """Rows about blocks of one engine: what requests did with its prefix cache, and how its blocks were used.
 
 ``admissions`` and ``block_operations`` are the block trace that ``kvledger whatif`` replays and
-``kvledger prefixes`` sums up; ``block_use`` has the sums of ``kvledger blocks`` by time.
+``kvledger summary prefixes`` sums up; ``block_use`` has the sums of ``kvledger summary blocks`` by time.
 """
 
 from __future__ import annotations

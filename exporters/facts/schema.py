@@ -241,7 +241,7 @@ BLOCK_OPERATIONS = (
         "and the hash id",
     ),
 )
-"""The operations on the prefix cache that ``kvledger whatif`` and ``turns`` read, in order."""
+"""The operations on the prefix cache that ``kvledger whatif`` and ``kvledger why turns`` read, in order."""
 
 TURNS = (
     ENGINE,
@@ -266,7 +266,7 @@ TURNS = (
         if cause != OTHER_ENGINE
     ),
 )
-"""One row for each turn of a session, of engines whose block trace ``kvledger turns`` can read."""
+"""One row for each turn of a session, of engines whose block trace ``kvledger why turns`` can read."""
 
 BLOCK_USE = (
     ENGINE,

@@ -164,7 +164,7 @@ def turns(
         whole = [turn for turn in whole if turn.session == session]
         if not whole:
             raise LedgerError(
-                f"No turn of session {session} has ended in this time; kvledger turns lists them."
+                f"No turn of session {session} has ended in this time; kvledger why turns lists them."
             )
     return _summed(whole, most, doubts)
 

@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,16 +18,21 @@ from unicodedata import category
 
 import msgspec
 import pytest
+import typer
 from tests import journals
 from tests.command_line import runner
 from tests.histories import events
 
-from kvledger import __version__
+from kvledger import __version__, cli
 from kvledger.audit.analysis.step_times import StepTimes
 from kvledger.audit.events import SCHEMA, Gap, RequestAdded
 from kvledger.audit.journal.format import header
 from kvledger.audit.replay import checkpoint
+from kvledger.cli_options import RENAMED
 from kvledger.exporters.sidecar.serve import state_folder
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {".md", ".py", ".json", ".yaml", ".yml", ".txt", ".service", ".toml", ""}
 
 
 @pytest.fixture
@@ -436,7 +442,7 @@ def test_explain_prints_a_term(run: Any) -> None:
 
 COMMANDS = [
     *("audit", "show", "summary", "why", "diff", "explain"),
-    *("whatif", "prefixes", "turns", "blocks", "ls", "prune", "compact"),
+    *("whatif", "ls", "prune", "compact"),
     *("report", "export", "timeline"),
     *("doctor", "tail", "serve", "dashboards"),
     *("demo", "conformance"),
@@ -471,6 +477,49 @@ def test_help_of_a_command_starts_with_a_sentence_and_has_an_example(
     assert any(line.startswith(f"    kvledger {verb}") for line in lines)
     assert max(map(len, lines)) <= 80
     assert "list[Path]" not in "".join(lines)
+
+
+def test_an_old_name_of_a_command_is_one_sentence_with_its_new_name(run: Any) -> None:
+    commands: Any = typer.main.get_command(cli.app)
+    table = (ROOT / "docs/upgrading.md").read_text()
+    for old, new in RENAMED.items():
+        outcome = run(old, "/nowhere", "--format", "json")
+        assert (2, f"Write kvledger {new} in place of kvledger {old}.") == (outcome.code, outcome.sentence)
+        assert f"| `kvledger {old}` | `kvledger {new}` |" in table
+        assert old not in commands.commands and new in commands.commands
+
+
+def test_nothing_names_a_command_as_it_was_called(run: Any) -> None:
+    """Neither pages, messages, boards and rules, nor files to deploy."""
+    old = re.compile(rf"(?<![\w/.-])kvledger\s+({'|'.join(RENAMED)})(?![\w.:=/-])")
+    history = {ROOT / "docs/upgrading.md", *(ROOT / "docs/decisions").glob("*.md")}
+    parts = ("audit", "exporters", "dashboards", "docs", "proofs", "scripts", "benchmarks")
+    paths = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.py"),
+        *(each for part in parts for each in (ROOT / part).rglob("*")),
+    ]
+    found = [path for path in paths if path.is_file() and path.suffix in TEXTS and path not in history]
+    texts = {path: path.read_text() for path in found}
+
+    assert 300 < len(texts)
+    assert [] == [(path, found.group()) for path, text in texts.items() for found in old.finditer(text)]
+
+
+def test_help_of_a_command_lists_those_below_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "  summary prefixes  List the shared prefixes" in run("summary", "--help").out
+    assert run("summary", "prefixes", "--help").out.startswith("Usage: kvledger summary prefixes ")
+    assert "See also" not in run("summary", "prefixes", "--help").out
+
+
+def test_a_folder_may_be_called_like_a_second_word(
+    run: Any, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean.rename(clean.parent / "blocks")
+    monkeypatch.chdir(clean.parent)
+    for words in (("summary", "./blocks"), ("summary", "--", "blocks")):
+        assert run(*words).out.startswith("1 request")
 
 
 @pytest.mark.parametrize("name", ["--json", "--scheduler"])
@@ -749,13 +798,24 @@ def test_completion_prints_a_script_for_each_shell(run: Any, shell: str) -> None
     assert "_KVLEDGER_COMPLETE" in run("completion", shell).out
 
 
-def test_the_completion_script_completes_commands() -> None:
-    environ = {"_KVLEDGER_COMPLETE": "complete_bash", "COMP_WORDS": "kvledger summ", "COMP_CWORD": "1"}
-    outcome = subprocess.run(
-        [sys.executable, "-m", "kvledger"], env={**os.environ, **environ}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("summ", ["summary"]),
+        ("summary ", ["prefixes", "store", "blocks"]),
+        ("why t", ["turns"]),
+        ("why turns --ses", ["--session"]),
+        ("why journals t", []),
+    ],
+)
+def test_the_completion_script_completes_commands(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_KVLEDGER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"kvledger {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(1 + typed.count(" ")))
 
-    assert "summary" == outcome.stdout.strip()
+    assert offered == runner(capsys)().out.split()
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

@@ -45,7 +45,7 @@ def of_cause(cause: str) -> Read:
     return lambda found: sum(row["tokens"] for row in found["causes"] if row["cause"] == cause)
 
 
-AUDIT, SUMMARY, WHY, TURNS = (("audit", "{}"), ("summary", "{}"), ("why", "{}"), ("turns", "{}"))
+AUDIT, SUMMARY, WHY, TURNS = (("audit", "{}"), ("summary", "{}"), ("why", "{}"), ("why", "turns", "{}"))
 REQUESTS: dict[Command, Read] = {
     AUDIT: lambda found: found["requests"],
     SUMMARY: lambda found: found[0]["requests"],
@@ -85,14 +85,14 @@ UNDER_EVICTION: dict[str, dict[Command, Read]] = {
     "evicted": {
         WHY: of_cause("evicted"),
         TURNS: of_cause("evicted"),
-        ("prefixes", "{}"): lambda found: found["lost_tokens"],
+        ("summary", "prefixes", "{}"): lambda found: found["lost_tokens"],
         ("whatif", "{}"): lambda found: (
             found["engines"][0]["ideal"]["hit_tokens"] - found["engines"][0]["calibration"]["hit_tokens"]
         ),
     },
     "local hits": {
         SUMMARY: lambda found: found[0]["local"],
-        ("prefixes", "{}"): lambda found: found["saved_tokens"],
+        ("summary", "prefixes", "{}"): lambda found: found["saved_tokens"],
         ("whatif", "{}"): lambda found: found["engines"][0]["calibration"]["recorded_hit_tokens"],
     },
     "requests": {TURNS: lambda found: found["requests"], SUMMARY: lambda found: found[0]["requests"]},
@@ -115,10 +115,10 @@ def answer(*words: str) -> Any:
     return json.loads(printed(*words, "--format", "json")[1])
 
 
-def values(read: Mapping[Command, Read], corpus: Path, *options: str) -> dict[str, int]:
+def values(read: Mapping[Command, Read], corpus: Path, *options: str) -> dict[Command, int]:
     """What each command prints of a figure."""
     return {
-        command[0]: figure(answer(*(word.replace("{}", str(corpus)) for word in command), *options))
+        command: figure(answer(*(word.replace("{}", str(corpus)) for word in command), *options))
         for command, figure in read.items()
     }
 
@@ -139,4 +139,4 @@ def test_commands_agree_on_what_an_eviction_cost(folder: Path) -> None:
 def test_commands_agree_on_the_requests_of_a_window(folder: Path) -> None:
     found = values(REQUESTS, folder / EVICTED, *WINDOW)
     assert 1 == len(set(found.values())), found
-    assert 0 < found["audit"] < 3_060
+    assert 0 < found[AUDIT] < 3_060

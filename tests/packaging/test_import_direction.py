@@ -57,7 +57,7 @@ RULES = {
     "__main__": Rule(libraries=NONE, ours=("cli",)),
     "cli": Rule(ours=("cli_options", "cli_run", *FOLDERS), libraries=frozenset({"typer"})),
     "cli_run": Rule(ours=("cli_options", *FOLDERS), libraries=frozenset({"typer"})),
-    "cli_options": Rule(ours=("audit.replay",), libraries=frozenset({"typer"})),
+    "cli_options": Rule(ours=("audit.errors", "audit.replay"), libraries=frozenset({"typer"})),
     # the ground floor
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.errors": Rule(libraries=NONE),

@@ -490,14 +490,14 @@ def test_kept_rows_name_the_folder_of_its_host(tmp_path: Path) -> None:
     assert name == journal_trace(path).engine
 
 
-@pytest.mark.parametrize("command", ["prefixes", "blocks"])
+@pytest.mark.parametrize("view", ["prefixes", "blocks"])
 def test_a_journal_that_was_not_compacted_is_read_without_the_analysis_extra(
-    tmp_path: Path, command: str
+    tmp_path: Path, view: str
 ) -> None:
     path = ended(tmp_path, 40).path
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('pyarrow', 'duckdb', 'pandas')));"
-        f"sys.argv = ['kvledger', {command!r}, {str(path)!r}, '--format', 'json'];"
+        f"sys.argv = ['kvledger', 'summary', {view!r}, {str(path)!r}, '--format', 'json'];"
         "from kvledger import cli; cli.main()"
     )
     run = [sys.executable, "-c", program]

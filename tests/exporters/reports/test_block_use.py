@@ -1,4 +1,4 @@
-"""`kvledger blocks`, the tables about blocks, their metrics, and the section of the report."""
+"""`kvledger summary blocks`, the tables about blocks, their metrics, and the section of the report."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def journal(tmp_path: Path) -> Path:
 def test_the_command_sums_up_states_evictions_and_reuse(
     journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 0 == exit_code("blocks", journal)
+    assert 0 == exit_code("summary", "blocks", journal)
     text = capsys.readouterr().out
     assert "1 cached block was evicted; nobody had hit 1 of them (100.0 %)." in text
 
-    exit_code("blocks", journal, "--format", "json")
+    exit_code("summary", "blocks", journal, "--format", "json")
     data = json.loads(capsys.readouterr().out)
     assert (4, 3, 1, 1) == tuple(data[name] for name in ("blocks", "allocated", "hits", "evicted"))
     assert sum(data["state_shares"].values()) == pytest.approx(1)
@@ -41,7 +41,7 @@ def test_the_command_sums_up_states_evictions_and_reuse(
 def test_a_journal_without_block_events_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 2 == exit_code("blocks", journals.clean(tmp_path / "tokens"))
+    assert 2 == exit_code("summary", "blocks", journals.clean(tmp_path / "tokens"))
     assert "KVLEDGER_LEVEL=blocks" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`kvledger prefixes`: what it prints of the prefixes of small histories."""
+"""`kvledger summary prefixes`: what it prints of the prefixes of small histories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_last_losses_are_by_time_and_have_wall_clock_time(
     recording.request([], [(1, A), (2, C)])
     folder = journals.write(tmp_path / "blocks", recording.events, level="blocks")
 
-    assert 0 == exit_code("prefixes", folder)
+    assert 0 == exit_code("summary", "prefixes", folder)
 
     text = " ".join(capsys.readouterr().out.partition("Last losses")[2].split())
     first, second = text.index("r2 computed 16 tokens"), text.index("r4 computed 32 tokens")
@@ -44,7 +44,7 @@ def test_a_loss_has_no_date_if_no_engine_was_seen_to_start(
     writer.write(recording.events)
     writer.close()
 
-    exit_code("prefixes", tmp_path / "blocks")
+    exit_code("summary", "prefixes", tmp_path / "blocks")
 
     text = " ".join(capsys.readouterr().out.partition("Last losses")[2].split())
     assert "1970" not in text

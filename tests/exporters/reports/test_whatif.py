@@ -1,4 +1,4 @@
-"""`kvledger whatif` and `prefixes`: what they print and refuse."""
+"""`kvledger whatif` and `kvledger summary prefixes`: what they print and refuse."""
 
 from __future__ import annotations
 
@@ -129,22 +129,26 @@ def test_a_replay_that_differs_from_the_engine_says_so(run: Run, tmp_path: Path)
 
 
 def test_prefixes_are_listed_by_what_the_cache_saved_and_lost(run: Run, journal: Path) -> None:
-    code, out, _ = run("prefixes", journal, "--format", "json")
+    code, out, _ = run("summary", "prefixes", journal, "--format", "json")
     result = json.loads(out)
 
     assert 0 == code
     assert [label(24 << 40), label(13 << 40)] == [prefix["label"] for prefix in result["shown"]]
     assert [(80, 64), (32, 64)] == [(row["saved_tokens"], row["lost_tokens"]) for row in result["shown"]]
     assert (112, 128) == (result["saved_tokens"], result["lost_tokens"])
-    assert run("prefixes", journal)[1].startswith("2 prefixes: the cache saved 112 tokens; 128 tokens")
+    assert run("summary", "prefixes", journal)[1].startswith(
+        "2 prefixes: the cache saved 112 tokens; 128 tokens"
+    )
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["whatif", "prefixes"])
-def test_a_journal_of_level_tokens_is_refused_in_one_sentence(run: Run, tmp_path: Path, command: str) -> None:
-    code, out, err = run(command, journals.clean(tmp_path / "tokens"))
+@pytest.mark.parametrize("command", [("whatif",), ("summary", "prefixes")])
+def test_a_journal_of_level_tokens_is_refused_in_one_sentence(
+    run: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    code, out, err = run(*command, journals.clean(tmp_path / "tokens"))
     assert (2, "", 1) == (code, out, len(err.splitlines()))
     assert "was recorded at level tokens" in err and "KVLEDGER_LEVEL=blocks" in err
 
