@@ -16,7 +16,6 @@ from typing import Any
 
 import typer
 
-from . import __version__
 from . import cli_options as opt
 from .cli_options import argument, choice, option, setting
 from .cli_run import (
@@ -29,11 +28,11 @@ from .cli_run import (
     WINDOW,
     Reading,
     Report,
-    app,
     command,
     further,
     left_out_to,
 )
+from .cli_run import app as app
 from .cli_run import main as main
 
 SHELLS = "bash|zsh|fish"
@@ -42,7 +41,7 @@ SHELLS = "bash|zsh|fish"
 
 
 @command(
-    opt.AUDIT,
+    opt.RIGHT,
     "audit /var/lib/kvledger",
     "audit /var/lib/kvledger --since 1h --format json",
     "audit journals --format github  # in a GitHub Actions step",
@@ -56,7 +55,7 @@ def audit(
     fail_on: str = choice("--fail-on violation|drift", "What exit code 1 stands for, beside a violation."),
     read: Reading = ALL,
 ) -> Report:
-    """Check every account in the journals and print the verdict.
+    """Check every account and print the verdict.
 
     Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding. As
     github: annotations for GitHub Actions.
@@ -87,7 +86,7 @@ def audit(
     )
 
 
-@command(opt.AUDIT, "show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every")
+@command(opt.RIGHT, "show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every")
 def show(
     paths: list[Path] = opt.PATHS,
     request: str = argument("REQUEST", "A request id."),
@@ -95,7 +94,7 @@ def show(
     format: str = opt.TEXT,
     read: Reading = WINDOW,
 ) -> Report:
-    """Print the account statement of one request, or the requests of one call.
+    """Print the account of one request or call.
 
     REQUEST is any id that the client knows: the id of the response, the X-Request-Id, a trace id, or the
     engine's own. As csv: one line per entry.
@@ -113,9 +112,35 @@ def show(
 
 
 @command(
-    opt.AUDIT,
-    "usage /var/lib/kvledger --log usage.jsonl",
-    "usage /var/lib/kvledger --log litellm.jsonl --since 1d --format csv",
+    opt.RIGHT,
+    "check http://localhost:8000",
+    "check http://localhost:8000 --format json",
+    exit_codes=(
+        "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no vLLM server "
+        "answers there in time; 3 something can't be judged, and nothing contradicts."
+    ),
+)
+def check(
+    url: str = argument("URL", "The address of the server."),
+    format: str = opt.TEXT_OR_JSON,
+) -> Report:
+    """Check a running server from outside.
+
+    Nothing is installed there. Reads the release, the models and /metrics, twice within a second: which known
+    faults this release has under the configuration that shows, counters that contradict each other, hit
+    shares, and what only hooks in the engine can tell. Takes less than five seconds.
+    """
+    from .exporters import served_engine
+    from .exporters.reports import check as report
+
+    result = report.checked(served_engine.ask(url))
+    return Report(result, report.render, None, code=CODES[result.verdict])
+
+
+@further(
+    "check usage",
+    "/var/lib/kvledger --log usage.jsonl",
+    "/var/lib/kvledger --log litellm.jsonl --since 1d --format csv",
     exit_codes=(
         "Exit codes: 0 every call is equal or explained; 1 a difference is unexplained; 2 bad usage or "
         "input; 3 a call is not in the trace or its account is incomplete."
@@ -144,8 +169,43 @@ def usage(
     return Report(result, render, report.as_csv, data, CODES[report.verdict(result)])
 
 
+@further(
+    "check routing",
+    "/var/lib/kvledger",
+    "/var/lib/kvledger --index dynamo --format json",
+)
+def routing(
+    paths: list[Path] = opt.BLOCK_PATHS,
+    index: str = choice(
+        "--index own|tokens|uncounted|dynamo",
+        "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
+        "adapters, one that drops a hash at its first removal, or Dynamo's RadixTree (the routing extra).",
+    ),
+    predictions: Path | None = option(
+        "--predictions FILE",
+        "What a router itself predicted, in place of an index: lines of JSON as "
+        '{"request": ID, "predicted": {PORT: TOKENS}}, PORT being that of the engine\'s KV events.',
+    ),
+    verbose: bool = opt.VERBOSE,
+    format: str = opt.TEXT,
+    read: Reading = NONE,
+) -> Report:
+    """Compare the hits that a router's index promises with what engines had.
+
+    Request by request. The KV events that kvledger journals record-events wrote beside the journals are
+    replayed through an index, in the order in which they came. Each token that was predicted and not found,
+    or the reverse, has one cause.
+    """
+    from .audit.replay.find import journals_at
+    from .exporters.reports import routing as report
+
+    with read.journals(paths, local=True) as (places, _, _):
+        result = report.measured(journals_at(places), index, predictions)
+    return Report(result, partial(report.render, verbose=verbose), report.as_csv, report.data)
+
+
 @command(
-    opt.AUDIT,
+    opt.WHY,
     "summary /var/lib/kvledger --by hour",
     "summary /var/lib/kvledger --by '^(tenant-[a-z]+)' --format csv",
 )
@@ -161,9 +221,10 @@ def summary(
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
-    """Sum up hit rates, rework, preemptions, waiting, and what lost work cost.
+    """Sum up hits, rework, waits.
 
-    Needs the analysis extra: pip install 'kvledger[analysis]'. docs/reference/tables.md lists the columns.
+    Also preemptions, and what lost work cost. Needs the analysis extra: pip install 'kvledger[analysis]'.
+    docs/reference/tables.md lists the columns.
     """
     from .exporters.reports import summary as report
 
@@ -182,7 +243,7 @@ def summary(
     return Report(rows, report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
+@command(opt.WHY, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
 def why(
     paths: list[Path] = opt.PATHS,
     by: str = opt.COLUMNS,
@@ -192,7 +253,7 @@ def why(
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
-    """Explain prefix-cache misses with the causes the trace proves.
+    """Explain prefix-cache misses by proven cause.
 
     With --session it prints the turns of this session, as kvledger why turns does. Needs the analysis extra:
     pip install 'kvledger[analysis]'.
@@ -213,7 +274,7 @@ def why(
 
 
 @command(
-    opt.AUDIT,
+    opt.WHY,
     'query /var/lib/kvledger "select model, sum(local) / sum(prompt_tokens) from requests group by all"',
     'query /var/lib/kvledger "select * from engines" --format csv',
 )
@@ -239,7 +300,7 @@ def query(
 
 
 @command(
-    opt.AUDIT,
+    opt.WHATIF,
     "whatif /var/lib/kvledger",
     "whatif /var/lib/kvledger --blocks 1000,2000",
     "whatif /var/lib/kvledger --tiers 40GiB,500GiB",
@@ -267,7 +328,7 @@ def whatif(
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
 ) -> Report:
-    """Compute which hits more blocks, or a second tier, would have had.
+    """Compute the hits of more blocks or a second tier.
 
     Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on pools of
     other sizes. kvledger simulate runs the scheduler too, with any other setting.
@@ -300,7 +361,7 @@ def _page(output: Path, html: str) -> bool:
 
 
 @command(
-    opt.AUDIT,
+    opt.WHATIF,
     "simulate /var/lib/kvledger/NAME --set num_gpu_blocks=20000 --set max_num_batched_tokens=4096",
     "simulate /var/lib/kvledger/NAME --release 0.24.0 --release 0.32.0",
     'simulate /var/lib/kvledger/NAME --find num_gpu_blocks --for "hit_share >= 0.45"',
@@ -329,7 +390,7 @@ def simulate(
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
-    """Run recorded traffic on the scheduler of any vLLM release and configuration.
+    """Run recorded traffic with other settings or releases.
 
     The requests of a journal of level blocks come at their recorded times to the real scheduler, in simulated
     time. First the recorded configuration must give the recording. No GPU and no model is needed. A request
@@ -386,9 +447,10 @@ def store(
     format: str = opt.TABLE,
     read: Reading = JOBS,
 ) -> Report:
-    """Sum up what the connector's store returned: KV stored, read and never read, seconds waited and saved.
+    """Sum up what the connector's store returned.
 
-    What is stored is known at level blocks, of connectors whose metadata kvledger reads.
+    KV stored, read and never read, seconds waited and saved. What is stored is known at level blocks, of
+    connectors whose metadata kvledger reads.
     """
     from .exporters.reports import store as report
 
@@ -434,42 +496,8 @@ def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: R
         return Report(report.block_use(places, run=run), report.render, report.as_csv)
 
 
-@command(
-    opt.AUDIT,
-    "routing /var/lib/kvledger",
-    "routing /var/lib/kvledger --index dynamo --format json",
-)
-def routing(
-    paths: list[Path] = opt.BLOCK_PATHS,
-    index: str = choice(
-        "--index own|tokens|uncounted|dynamo",
-        "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
-        "adapters, one that drops a hash at its first removal, or Dynamo's RadixTree (the routing extra).",
-    ),
-    predictions: Path | None = option(
-        "--predictions FILE",
-        "What a router itself predicted, in place of an index: lines of JSON as "
-        '{"request": ID, "predicted": {PORT: TOKENS}}, PORT being that of the engine\'s KV events.',
-    ),
-    verbose: bool = opt.VERBOSE,
-    format: str = opt.TEXT,
-    read: Reading = NONE,
-) -> Report:
-    """Compare the hits that a router's index promises with what engines had, request by request.
-
-    The KV events that record-events wrote beside the journals are replayed through an index, in the order in
-    which they came. Each token that was predicted and not found, or the reverse, has one cause.
-    """
-    from .audit.replay.find import journals_at
-    from .exporters.reports import routing as report
-
-    with read.journals(paths, local=True) as (places, _, _):
-        result = report.measured(journals_at(places), index, predictions)
-    return Report(result, partial(report.render, verbose=verbose), report.as_csv, report.data)
-
-
-@command(opt.AUDIT, "ls /var/lib/kvledger", "ls /var/lib/kvledger --audit")
-def ls(
+@command(opt.SETUP, "journals /var/lib/kvledger", "journals /var/lib/kvledger --audit")
+def journals(
     paths: list[Path] = opt.journals(
         "PATH", "Journals, folders of journals, or single segments.", envvar="KVLEDGER_DIR"
     ),
@@ -477,12 +505,12 @@ def ls(
     format: str = opt.TABLE,
     read: Reading = JOBS,
 ) -> Report:
-    """List journals: names, models, hosts, releases, times, requests and bytes.
+    """List the journals.
 
-    Every command takes a short name in place of a path: NAME for a journal in KVLEDGER_DIR or the current
-    folder, FOLDER/NAME for one in another folder.
-    Recordings of KV events have the level "events". Reads the beginning and the end of each journal only;
-    --audit replays them for their verdicts.
+    With their names, models, hosts, releases, times, requests and bytes. Every command takes a short name in
+    place of a path: NAME for a journal in KVLEDGER_DIR or the current folder, FOLDER/NAME for one in another
+    folder. Recordings of KV events have the level "events". Reads the beginning and the end of each journal
+    only; --audit replays them for their verdicts.
     """
     from .exporters.reports import listing as report
 
@@ -490,7 +518,7 @@ def ls(
         return Report(report.journals(places, audit=audit, run=run), report.render, report.as_csv)
 
 
-@command(opt.AUDIT, "compact /var/lib/kvledger", "compact /var/lib/kvledger --keep 30d")
+@further("journals compact", "/var/lib/kvledger", "/var/lib/kvledger --keep 30d")
 def compact(
     paths: list[Path] = opt.PATHS,
     keep: str = option("--keep AGE", "Remove rows of requests that ended longer ago, such as 30d."),
@@ -513,10 +541,10 @@ def compact(
         return Report(rows, report.render, report.as_csv)
 
 
-@command(
-    opt.AUDIT,
-    "prune /var/lib/kvledger --older-than 30d",
-    "prune /var/lib/kvledger --most 50GiB --yes",
+@further(
+    "journals prune",
+    "/var/lib/kvledger --older-than 30d",
+    "/var/lib/kvledger --most 50GiB --yes",
 )
 def prune(
     folder: Path = opt.JOURNAL_FOLDER,
@@ -546,7 +574,7 @@ def prune(
 
 
 @command(
-    opt.AUDIT,
+    opt.WHY,
     "diff journals/before journals/after",
     "diff journals/before journals/after --explain",
     exit_codes=(
@@ -570,7 +598,7 @@ def diff(
     format: str = opt.TABLE,
     read: Reading = ALL,
 ) -> Report:
-    """Compare two traces: figures, findings and their meaning.
+    """Compare two traces: figures, findings, meanings.
 
     Where the two vLLM releases mean different things by a figure, both meanings are printed. Needs the
     analysis extra: pip install 'kvledger[analysis]'.
@@ -599,7 +627,7 @@ def diff(
 
 
 @command(
-    opt.AUDIT,
+    opt.WHY,
     "incident /var/lib/kvledger",
     "incident /var/lib/kvledger --at 2026-01-31T12:00:00Z --against yesterday",
     exit_codes=f"{opt.AUDIT_CODES}.",
@@ -617,11 +645,11 @@ def incident(
     format: str = opt.TEXT,
     read: Reading = JOBS,
 ) -> Report:
-    """Name the likeliest cause of an alarm: what changed since a time before.
+    """Name the likeliest cause of an alarm.
 
-    Prints the cause with what helps now and the command to run next, what became worse for users, and what
-    changed: settings, traffic, hits, first tokens, findings. The exit code is that of the verdict.
-    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    Compares with a time before. Prints the cause with what helps now and the command to run next, what became
+    worse for users, and what changed: settings, traffic, hits, first tokens, findings. The exit code is that
+    of the verdict. Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.reports import incident as report
 
@@ -631,7 +659,7 @@ def incident(
     return Report(found, partial(report.render, verbose=verbose), report.as_csv, code=code)
 
 
-@command(opt.AUDIT, "explain", "explain tokens/negative", "explain admission")
+@command(opt.RIGHT, "explain", "explain tokens/negative", "explain admission")
 def explain(
     name: str = argument(
         "[NAME]",
@@ -639,7 +667,7 @@ def explain(
         default="",
     ),
 ) -> None:
-    """Explain an invariant, a term or a known fault that kvledger prints."""
+    """Explain an invariant, a term or a known fault."""
     from .exporters.reports import explain as report
     from .exporters.reports import terminal
 
@@ -649,7 +677,7 @@ def explain(
         terminal.show(report.listing())
 
 
-@command(opt.AUDIT, "faults", "faults --vllm 0.18.1", "faults --lmcache 0.3.9 --format csv")
+@further("doctor faults", "--vllm 0.18.1", "--lmcache 0.3.9 --format csv")
 def faults(
     vllm: str = option("--vllm RELEASE", "A release of vLLM."),
     lmcache: str = option("--lmcache RELEASE", "A release of LMCache."),
@@ -670,7 +698,7 @@ def faults(
 # --- write files ----------------------------------------------------------------------------------------
 
 
-@command(opt.FILES, "report /var/lib/kvledger -o page.html", exit_codes=f"{opt.AUDIT_CODES}.")
+@further("export html", "/var/lib/kvledger -o page.html", exit_codes=f"{opt.AUDIT_CODES}.")
 def report(
     paths: list[Path] = opt.PATHS,
     output: Path = opt.OUTPUT,
@@ -696,7 +724,7 @@ def report(
 
 
 @command(
-    opt.FILES,
+    opt.SETUP,
     "export /var/lib/kvledger -o tables",
     "export /var/lib/kvledger -o tables --entries",
     "export /var/lib/kvledger -o tables --table requests --table lives",
@@ -708,7 +736,7 @@ def export(
     entries: bool = option("--entries", "Write the table of entries, too. It takes most time and space."),
     read: Reading = WINDOW,
 ) -> None:
-    """Write the tables of a trace as Parquet.
+    """Write tables as Parquet.
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
     --entries also each entry of each account. docs/reference/tables.md lists their columns. They need the
@@ -725,7 +753,7 @@ def export(
         typer.echo(f"{output / name}.parquet: {count:,} rows", err=True)
 
 
-@command(opt.FILES, "timeline /var/lib/kvledger --since 5m -o timeline.json")
+@further("export timeline", "/var/lib/kvledger --since 5m -o timeline.json")
 def timeline(paths: list[Path] = opt.PATHS, output: Path = opt.OUTPUT, read: Reading = WINDOW) -> None:
     """Write a timeline for Perfetto or chrome://tracing.
 
@@ -743,7 +771,7 @@ def timeline(paths: list[Path] = opt.PATHS, output: Path = opt.OUTPUT, read: Rea
 
 
 @command(
-    opt.FILES,
+    opt.RIGHT,
     "repro /var/lib/kvledger",
     "repro /var/lib/kvledger --finding tokens/negative -o test_negative.py --issue bug.md",
     exit_codes="Exit codes: 0 reproduced, and the test fails here; 1 not reproduced; 2 bad usage or input; "
@@ -764,11 +792,12 @@ def repro(
     ),
     format: str = opt.TEXT_OR_JSON,
 ) -> int:
-    """Turn a finding into a small pytest file that fails without kvledger.
+    """Turn a finding into a small test.
 
-    Cuts the journal down, drives the scheduler of the installed vLLM, which must have the journal's release,
-    and shrinks the workload while the finding comes back. No prompt, token or request id of the journal is in
-    the file. Ctrl-C keeps the smallest workload so far. Needs the vllm extra: pip install 'kvledger[vllm]'.
+    The pytest file fails without kvledger. Cuts the journal down, drives the scheduler of the installed vLLM,
+    which must have the journal's release, and shrinks the workload while the finding comes back. No prompt,
+    token or request id of the journal is in the file. Ctrl-C keeps the smallest workload so far. Needs the
+    vllm extra: pip install 'kvledger[vllm]'.
     """
     from .exporters.reports import repro as report
 
@@ -790,7 +819,7 @@ def repro(
 
 
 @command(
-    opt.LIVE,
+    opt.SETUP,
     "doctor",
     "doctor -v",
     exit_codes="Exit codes: 0 an engine started here would be observed; 1 it would not.",
@@ -802,7 +831,7 @@ def doctor(
     ),
     format: str = opt.TEXT,
 ) -> Report:
-    """Check whether kvledger can observe the vLLM installed here.
+    """Check whether the vLLM here can be observed.
 
     Reads vLLM's source files, which takes a second. As csv: one line per fact, by topic.
     """
@@ -816,7 +845,7 @@ def doctor(
     return Report(diagnosis, render, report.as_csv, report.as_data, code)
 
 
-@command(opt.LIVE, "tail /var/lib/kvledger")
+@further("audit follow", "/var/lib/kvledger")
 def tail(
     path: Path = opt.PATH,
     by: str = opt.BY,
@@ -833,9 +862,9 @@ def tail(
     follow(path, wait=wait, format=format, by=by)
 
 
-@command(
-    opt.LIVE,
-    "record-events /var/lib/kvledger --endpoint tcp://localhost:5557 --replay tcp://localhost:5558",
+@further(
+    "journals record-events",
+    "/var/lib/kvledger --endpoint tcp://localhost:5557 --replay tcp://localhost:5558",
 )
 def record_events(
     folder: Path = opt.JOURNAL_FOLDER,
@@ -868,7 +897,7 @@ def record_events(
 
 
 @command(
-    opt.LIVE,
+    opt.SETUP,
     "serve /var/lib/kvledger",
     "serve /var/lib/kvledger --engine-url http://localhost:8000/metrics",
     "serve /var/lib/kvledger --check-config",
@@ -888,7 +917,7 @@ def serve(
         "--state DIR", "The folder of the checkpoint. Default: .kvledger under PATH."
     ),
     compact: str = setting(
-        "--compact AGE", "Run kvledger compact on the journals at this interval, such as 1h."
+        "--compact AGE", "Run kvledger journals compact on the journals at this interval, such as 1h."
     ),
     keep: str = setting(
         "--keep AGE", "With --compact: remove rows of requests that ended longer ago, such as 30d."
@@ -927,17 +956,17 @@ def serve(
             serve.serve(path, address, log, inform=log.info, **settings)
 
 
-@command(opt.LIVE, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")
+@command(opt.SETUP, "deploy compose -o kvledger-compose", "deploy systemd > kvledger.service")
 def deploy(
     form: str = argument("FORM", "compose, kubernetes, helm, systemd or containerfile."),
     output: Path | None = option(
         "--output -o DIR", "The folder to write; files in it are not replaced. Without it: print."
     ),
 ) -> None:
-    """Print or write the files that run kvledger beside a server.
+    """Write files to run and watch it.
 
-    The forms are compose, kubernetes (a kustomize component), helm, systemd and containerfile. docs/deploy.md
-    explains them.
+    Prints or writes the files that run kvledger beside a server. The forms are compose, kubernetes (a
+    kustomize component), helm, systemd and containerfile. docs/deploy.md explains them.
     """
     from .dashboards import deploy_files
 
@@ -950,39 +979,28 @@ def deploy(
     typer.echo(f"{chosen.next}.", err=True)
 
 
-dashboards = typer.Typer(
-    name="dashboards",
-    cls=opt.Commands,
-    no_args_is_help=True,
-    help="Write or check Grafana boards and Prometheus rules.",
-    epilog=opt.examples("dashboards export boards --form sharing", "dashboards rules rules"),
-)
-app.add_typer(dashboards, rich_help_panel=opt.LIVE)
-board_command = partial(command, "Commands", of=dashboards)
-
-
-@board_command("dashboards export boards --form sharing", name="export")
-def export_dashboards(folder: Path = opt.FOLDER, form: str = opt.FORM) -> None:
+@further("deploy boards", "boards --form sharing")
+def boards(folder: Path = opt.FOLDER, form: str = opt.FORM) -> None:
     """Write the boards as Grafana JSON."""
-    from .dashboards import boards
+    from .dashboards import boards as files
 
-    for path in boards.write(folder, boards.form(form)):
+    for path in files.write(folder, files.form(form)):
         typer.echo(path)
 
 
-@board_command("dashboards rules rules", name="rules")
-def export_rules(folder: Path = opt.FOLDER) -> None:
+@further("deploy rules", "rules")
+def rules(folder: Path = opt.FOLDER) -> None:
     """Write the recording and alert rules for Prometheus."""
-    from .dashboards import rules
+    from .dashboards import rules as file
 
-    typer.echo(rules.write(folder))
+    typer.echo(file.write(folder))
 
 
-@board_command(
-    "dashboards check boards",
-    "dashboards check --prometheus http://localhost:9090",
+@further(
+    "deploy check",
+    "boards",
+    "--prometheus http://localhost:9090",
     exit_codes="Exit codes: 0 all checks pass; 1 a check fails; 2 bad usage or input.",
-    name="check",
 )
 def check_dashboards(
     folder: Path | None = argument("[DIR]", "Exported files, to compare with those of this version.", None),
@@ -1056,7 +1074,7 @@ def conformance(
     verbose: bool = option("--verbose -v", "List clean situations too, and print vLLM's log."),
     format: str = choice("--format text|json|markdown", "The output format."),
 ) -> int:
-    """Drive a KV connector through a fixed scenario and score it.
+    """Drive a KV connector through a scenario; score it.
 
     The real scheduler and the connector's own scheduler side and worker side run on the CPU. The model is
     generated, so that loaded KV can be compared with the KV that it should be. Needs the vllm extra.
@@ -1074,10 +1092,10 @@ def conformance(
     return CODES[report.run(connector, module, options, format, disaggregated or None, verbose=verbose)]
 
 
-@command(
-    opt.TRY,
-    "bisect test_repro.py --releases 0.17.0..0.33.0",
-    "bisect test_repro.py --python 0.23.0=old/bin/python --python 0.24.0=new/bin/python",
+@further(
+    "repro bisect",
+    "test_repro.py --releases 0.17.0..0.33.0",
+    "test_repro.py --python 0.23.0=old/bin/python --python 0.24.0=new/bin/python",
     exit_codes="Exit codes: 0 a release fails; 1 none fails; 2 bad usage or input.",
 )
 def bisect(
@@ -1094,10 +1112,10 @@ def bisect(
     jobs: int = option("--jobs -j N", "Releases at a time. Default: one per core."),
     format: str = opt.TEXT_OR_JSON,
 ) -> Report:
-    """Run a test of repro on several vLLM releases: first bad, last bad, first good.
+    """Run a test of repro on several vLLM releases.
 
-    A checkout of kvledger has environments for the releases (scripts/releases.py builds them). Elsewhere,
-    name the interpreters of your own environments.
+    It prints the first bad, the last bad and the first good one. A checkout of kvledger has environments for
+    the releases (scripts/releases.py builds them). Elsewhere, name the interpreters of your own environments.
     """
     from .exporters.reports import bisect as report
 
@@ -1105,13 +1123,14 @@ def bisect(
     return Report(result, report.render, None, report.as_data, 0 if result.first_bad else 1)
 
 
-@command(opt.TRY, "export-checks -o tests/kv_invariants.py", name="export-checks")
+@further("repro checks", "-o tests/kv_invariants.py")
 def export_checks(
     output: Path = option("--output -o FILE", "The file to write; - prints it.", Path("-")),
 ) -> None:
-    """Write checks of the KV cache for vLLM's own tests: one Python file that imports nothing of kvledger.
+    """Write checks of the KV cache for vLLM's own tests.
 
-    The file has assert_kv_invariants(scheduler), to be called after schedule() and update_from_output().
+    One Python file that imports nothing of kvledger. It has assert_kv_invariants(scheduler), to be called
+    after schedule() and update_from_output().
     """
     from .audit.entry.export_checks import export
 
@@ -1121,7 +1140,7 @@ def export_checks(
 # --- other ----------------------------------------------------------------------------------------------
 
 
-@command(opt.OTHER, "completion bash >> ~/.bashrc")
+@command(opt.TRY, "completion bash >> ~/.bashrc")
 def completion(
     shell: str = argument(SHELLS, "Your shell.", callback=opt.one_of(SHELLS.split("|"))),
 ) -> None:
@@ -1129,38 +1148,6 @@ def completion(
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     typer.echo(get_completion_script(prog_name="kvledger", complete_var=COMPLETE, shell=shell))
-
-
-@command(opt.OTHER)
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
-
-
-@command(
-    opt.LIVE,
-    "check http://localhost:8000",
-    "check http://localhost:8000 --format json",
-    exit_codes=(
-        "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no vLLM server "
-        "answers there in time; 3 something can't be judged, and nothing contradicts."
-    ),
-)
-def check(
-    url: str = argument("URL", "The address of the server."),
-    format: str = opt.TEXT_OR_JSON,
-) -> Report:
-    """Check a running vLLM server without installing anything there.
-
-    Reads the release, the models and /metrics, twice within a second: which known faults this release has
-    under the configuration that shows, counters that contradict each other, hit shares, and what only hooks
-    in the engine can tell. Takes less than five seconds.
-    """
-    from .exporters import served_engine
-    from .exporters.reports import check as report
-
-    result = report.checked(served_engine.ask(url))
-    return Report(result, report.render, None, code=CODES[result.verdict])
 
 
 def _silence_vllm() -> None:

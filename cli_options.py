@@ -17,11 +17,13 @@ AUDIT_CODES = (
 )
 EXIT_CODES = f"{AUDIT_CODES}; 4 the demo's engine did not run; 70 a defect of kvledger."
 
-AUDIT = "Read journals"
-FILES = "Write files from journals"
-LIVE = "Observe and watch live engines"
-TRY = "Try engines and connectors"
-OTHER = "Other"
+RIGHT = "Is it right?"
+WHY = "Why?"
+WHATIF = "What if?"
+SETUP = "Set it up"
+TRY = "Try it"
+FOOTER = "Options: --version, --debug, -h. After a command: -h, or one of the [words]."
+PANELS = (RIGHT, WHY, WHATIF, SETUP, TRY)
 
 
 RENAMED = {
@@ -29,6 +31,20 @@ RENAMED = {
     "blocks": "summary blocks",
     "store": "summary store",
     "turns": "why turns",
+    "tail": "audit follow",
+    "usage": "check usage",
+    "routing": "check routing",
+    "bisect": "repro bisect",
+    "export-checks": "repro checks",
+    "faults": "doctor faults",
+    "dashboards": "deploy boards, deploy rules or deploy check",
+    "ls": "journals",
+    "compact": "journals compact",
+    "prune": "journals prune",
+    "record-events": "journals record-events",
+    "report": "export html",
+    "timeline": "export timeline",
+    "version": "--version",
 }
 """What the commands of earlier versions are called now."""
 
@@ -59,7 +75,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """Commands listed by panel, each with the first sentence of its help.
+    """Commands by the question that they answer, each with the first sentence of its help.
 
     The name of a command may have two words: ``summary blocks`` is below ``summary``, which is a command too.
     """
@@ -85,16 +101,19 @@ class Commands(TyperGroup):
         found = super().shell_complete(ctx, incomplete)
         return [each for each in found if " " not in each.value or " " in incomplete]
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per panel, in the order in which panels first appear."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for name, command in self.commands.items():
-            if " " not in name:
-                panels.setdefault(command.rich_help_panel, []).append((name, sentence(command)))  # type: ignore[attr-defined]
-        width = max(len(name) for rows in panels.values() for name, _ in rows)
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl([(name.ljust(width), sentence) for name, sentence in rows])
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write one line for each command, by the question that it answers."""
+        formatter.write(f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]...\n{sentence(self)}\n")
+        listed = [(each, it) for each, it in self.commands.items() if " " not in each]
+        width = max(len(name) for name, _ in listed) + 2
+        for panel in PANELS:
+            label = panel
+            for name, command in listed:
+                if command.rich_help_panel == panel:  # type: ignore[attr-defined]
+                    words = f" [{'|'.join(self.below(name))}]" if self.below(name) else ""
+                    formatter.write(f"{label:14}{name:{width}}{sentence(command)}{words}\n")
+                    label = ""
+        formatter.write(f"{FOOTER}\n")
 
 
 def sentence(command: Any) -> str:
@@ -163,7 +182,7 @@ def argument(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
 
 
 def journals(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
-    """An argument whose paths may be short names of journals, as ``ls`` prints them."""
+    """An argument whose paths may be short names of journals, as ``kvledger journals`` prints them."""
     return argument(metavar, help, default, callback=_named, **more)
 
 

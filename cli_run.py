@@ -47,12 +47,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=opt.examples(
-        "demo                     # run and audit an engine on this CPU",
-        "audit /var/lib/kvledger  # check what live engines wrote there",
-        "explain admission        # what a term or an invariant means",
-        exit_codes=opt.EXIT_CODES,
-    ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -128,9 +122,9 @@ Function = TypeVar("Function", bound=Callable[..., Report | int | None])
 
 
 def command(
-    panel: str, *examples: str, exit_codes: str = "", name: str | None = None, of: typer.Typer = app
+    panel: str, *examples: str, exit_codes: str = "", name: str | None = None
 ) -> Callable[[Function], Function]:
-    """Register a command in a ``panel`` of the list of commands, with examples at the end of its help.
+    """Register a command by the question that it answers (``panel``), with examples at the end of its help.
 
     It returns an exit code, or a :class:`Report`, which is printed in the format that its option says.
     """
@@ -153,7 +147,7 @@ def command(
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
         epilog = opt.examples(*examples, exit_codes=exit_codes)
-        of.command(name, cls=opt.Command, rich_help_panel=panel, epilog=epilog)(call)
+        app.command(name, cls=opt.Command, rich_help_panel=panel, epilog=epilog)(call)
         return function
 
     return register

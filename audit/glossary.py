@@ -365,7 +365,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
             "kv event",
             "An engine's announcement that a block entered or left its prefix cache, or that the cache was "
             "cleared. vLLM publishes them in numbered batches, and routers keep an index from them.",
-            "`kvledger record-events` records them; `kvledger audit` compares them with the blocks.",
+            "`kvledger journals record-events` records them; `kvledger audit` compares them with the blocks.",
             ("kv events",),
         ),
     ),
@@ -528,15 +528,15 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "kept rows",
-            "Rows of requests in Parquet files, which `kvledger compact` writes, and which commands read in "
-            "place of the journals.",
-            "`kvledger report DIR --since 7d -o page.html` reads kept rows.",
+            "Rows of requests in Parquet files, which `kvledger journals compact` writes, and which commands "
+            "read in place of the journals.",
+            "`kvledger export html DIR --since 7d -o page.html` reads kept rows.",
             ("kept facts",),
         ),
         Term(
             "block trace",
             "What the requests of an engine looked up, held, cached and released in its prefix cache, in "
-            "order; `kvledger compact` keeps it as rows of `admissions` and `block_operations`.",
+            "order; `kvledger journals compact` keeps it as rows of `admissions` and `block_operations`.",
             "`kvledger whatif DIR --since 7d` reads kept rows in place of the journals.",
             ("block traces",),
         ),

@@ -1,6 +1,6 @@
 """The key under which block hashes become hash ids that several processes can compare.
 
-``KVLEDGER_EVENTS_KEY`` sets it for engines and for ``kvledger record-events``, and ``KVLEDGER_CONTENT_KEY``
+``KVLEDGER_EVENTS_KEY`` sets it for engines and ``kvledger journals record-events``, ``KVLEDGER_CONTENT_KEY``
 for engines that transfer KV to each other. Without a key the hash ids of an engine process depend on a secret
 of its own, and nothing outside the process can make the same ids. ``KVLEDGER_EVENTS_KEY`` also makes the
 classes of a cache salt equal in all processes.

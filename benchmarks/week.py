@@ -3,8 +3,8 @@
     python benchmarks/week.py DIR [--million] [--write] [--only COMMAND]
 
 No journal of eight million requests is written, which would take hours. One hour is simulated, written as a
-journal and compacted by the code of ``kvledger compact``. The week has a copy of that hour's rows for every
-hour, with other request numbers and random ids. There is no journal, as after ``kvledger prune``.
+journal and compacted by the code of ``kvledger journals compact``. The week has a copy of its rows for every
+hour, with other request numbers and random ids. There is no journal, as after ``journals prune``.
 
 With ``--million`` a journal of a million requests is written too, and summed up by one process and by two.
 """
@@ -52,9 +52,9 @@ WEEK = (
     "summary",
     "summary --by hour,model --percentiles waited_microseconds,prompt_tokens,output_tokens",
     "why --since 7d",
-    "report --since 7d -o page.html",
+    "export html --since 7d -o page.html",
 )
-MILLION = ("summary -j 1", "summary -j 2", "report -j 1 -o page.html", "report -j 2 -o page.html")
+MILLION = ("summary -j 1", "summary -j 2", "export html -j 1 -o page.html", "export html -j 2 -o page.html")
 
 
 def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> int:

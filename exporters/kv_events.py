@@ -1,4 +1,4 @@
-"""Record an engine's stream of KV events as a journal: ``kvledger record-events``.
+"""Record an engine's stream of KV events as a journal: ``kvledger journals record-events``.
 
 vLLM publishes batches over ZeroMQ, numbered from 0, and repeats past batches on a second socket if
 ``replay_endpoint`` is configured. A batch is asked for again when numbers are missing, and all batches when
@@ -164,7 +164,7 @@ class Subscription:
         try:
             import zmq
         except ImportError:
-            raise LedgerError("record-events needs pyzmq, which vLLM installs: pip install pyzmq.") from None
+            raise LedgerError("KV events need pyzmq, which vLLM installs: pip install pyzmq.") from None
         self._zmq = zmq
         """The module pyzmq, which only this command needs."""
         self._context = zmq.Context()

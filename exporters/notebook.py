@@ -142,7 +142,7 @@ class Audit:
         return Answer(found[0], partial(statement.render, every_entry=every))
 
     def usage(self, log: Choice, *, verbose: bool = False) -> Answer:
-        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger usage``."""
+        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
         told = usage_logs.read(Path(log))
         with reading(self._paths, local=True) as (places, _):
             data = usage.usage(journals_at(places), told, self._window)
@@ -192,7 +192,7 @@ class Audit:
         return found[names[0]] if len(names) == 1 else found
 
     def report(self, output: Choice | None = None, *, by: str = "", gpu_hour: float | None = None) -> Page:
-        """The HTML report, also written to ``output``, as ``kvledger report``."""
+        """The HTML report, also written to ``output``, as ``kvledger export html``."""
         with reading(self._paths) as (places, run):
             data = html_page.gather(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
         page = Page(html_page.html(data))

@@ -1,7 +1,7 @@
 """Draws every board with the data of a real engine.
 
 Runs a server, the sidecar and Prometheus as in ``test_deployment.py`` for a few minutes, with prefix hits,
-external loads, preemptions and aborts. Then ``kvledger report`` and ``proofs/preview`` draw.
+external loads, preemptions and aborts. Then ``kvledger export html`` and ``proofs/preview`` draw.
 ``ARGS=--turns`` draws what boards and report have of turns, with the chats of the proof ``turns``.
 """
 
@@ -89,12 +89,12 @@ def main(folder: Path, width: int = 1440) -> None:
 def report(place: Path, output: Path) -> None:
     """Let the command write its page, and a browser draw the first part of it."""
     page = place / "report.html"
-    kvledger("report", str(place), "-o", str(page))
+    kvledger("export", "html", str(place), "-o", str(page))
     preview.photograph(page, output, 1000, 1500)
 
 
 def kvledger(*words: str) -> None:
-    """Run the command line; ``report`` exits with 1 if it has findings."""
+    """Run the command line; ``export html`` exits with 1 if it has findings."""
     subprocess.run([sys.executable, "-m", "kvledger", *words], check=False)
 
 
@@ -119,7 +119,7 @@ def of_turns(folder: Path, width: int = 1440) -> None:
             rows = [row for row in board.rows if row.title == "Turns of sessions"]
             preview.save([board._replace(rows=rows)], span, folder / "board-turns.png", width)
             page = place / "report.html"
-            kvledger("report", str(place), "-o", str(page))
+            kvledger("export", "html", str(place), "-o", str(page))
             text = page.read_text()
             found = re.search(r"<section><h2>Turns of sessions.*?</section>", text, re.DOTALL)
             assert found is not None

@@ -4,9 +4,9 @@
 
 The routers, ``vllm-router`` and ``ai-dynamo-runtime`` (PyPI), have an environment in build/routers.
 Two recorders listen to each engine: a whole one, and one that loses the batches 3 to 6 of each publisher.
-Afterwards FOLDER/whole and FOLDER/lossy hold journals for ``kvledger routing``, and FOLDER/*.jsonl what both
-routers predicted: vllm-router of the engine that it chose, and Dynamo's KvRouter of each engine. ``--write``
-puts the result into docs/routing.md.
+Afterwards FOLDER/whole and FOLDER/lossy hold journals for ``kvledger check routing``, and FOLDER/*.jsonl what
+both routers predicted: vllm-router of the engine that it chose, and Dynamo's KvRouter of each engine.
+``--write`` puts the result into docs/routing.md.
 """
 
 from __future__ import annotations
@@ -378,8 +378,8 @@ def start(engines: list[RoutedEngine]) -> None:
 
 
 def shown(folder: Path, *words: str) -> str:
-    """What ``kvledger routing`` prints of the journals in a folder."""
-    command = [sys.executable, "-m", "kvledger", "routing", str(folder), *words]
+    """What ``kvledger check routing`` prints of the journals in a folder."""
+    command = [sys.executable, "-m", "kvledger", "check", "routing", str(folder), *words]
     environment = os.environ | {"COLUMNS": "140", "NO_COLOR": "1"}
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 

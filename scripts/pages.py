@@ -39,7 +39,7 @@ def alerts() -> str:
         "",
         "Made by `make docs`; do not edit.",
         "",
-        "`kvledger dashboards rules DIR` writes them, with the recording rules, as one file for",
+        "`kvledger deploy rules DIR` writes them, with the recording rules, as one file for",
         "Prometheus's `rule_files`. Each alert's `description` holds the same text as below.",
     ]
     for rule in rules():

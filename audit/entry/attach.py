@@ -167,7 +167,7 @@ class LiveAudit:
         return self._read(lambda audit: audit.show(request))
 
     def usage(self, log: str | Path) -> Any:
-        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger usage``."""
+        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
         return self._read(lambda audit: audit.usage(log))
 
     def whatif(self, blocks: str = "", **options: Any) -> Any:
@@ -191,7 +191,7 @@ class LiveAudit:
         return self._read(lambda audit: audit.frames(*names))
 
     def report(self, output: str | Path | None = None, by: str = "") -> Any:
-        """The HTML report, also written to ``output``, as ``kvledger report``."""
+        """The HTML report, also written to ``output``, as ``kvledger export html``."""
         return self._read(lambda audit: audit.report(output, by=by))
 
     def _repr_html_(self) -> str:

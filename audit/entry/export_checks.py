@@ -1,4 +1,4 @@
-"""``kvledger export-checks``: the file ``kv_invariants.py``, for tests that do not install kvledger."""
+"""``kvledger repro checks``: the file ``kv_invariants.py``, for tests that do not install kvledger."""
 
 from __future__ import annotations
 

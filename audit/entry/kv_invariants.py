@@ -1,4 +1,4 @@
-"""Checks of a vLLM scheduler's KV cache for its own tests; ``kvledger export-checks`` prints this file.
+"""Checks of a vLLM scheduler's KV cache for its own tests; ``kvledger repro checks`` prints this file.
 
 Paste it beside the tests. ``checked(method)`` is a method of a scheduler, one of METHODS, that raises
 AssertionError if its call breaks an invariant: a block or request that was broken before the call is not

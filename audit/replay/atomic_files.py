@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and those that ``kvledger compact`` keeps beside the journals."""
+"""Files that are replaced as a whole, and what ``kvledger journals compact`` keeps beside the journals."""
 
 from __future__ import annotations
 

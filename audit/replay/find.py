@@ -1,6 +1,6 @@
 """Short names of journals: the shortest end of a folder's name that no other journal beside it has.
 
-``kvledger ls`` prints them, and each command takes one where it takes a path.
+``kvledger journals`` prints them, and each command takes one where it takes a path.
 """
 
 from __future__ import annotations

@@ -497,7 +497,7 @@ def _note(counts: KVEventCounts) -> str:
 
 # --- routed --------------------------------------------------------------------------------------------
 #
-# Read what ``kvledger routing`` compares: requests and caches of engines, and their recorded KV events.
+# Read what ``kvledger check routing`` compares: requests and caches of engines, and their recorded KV events.
 #
 # All journals are read at once, so little of each is kept. Another index than our own can't be asked how it
 # was a short time ago. So it is replayed in between: a first reading finds the requests and the batches, the

@@ -34,7 +34,7 @@ def test_the_table_has_a_row_a_command(tmp_path: Path) -> None:
 def test_a_page_of_the_week_has_its_requests_and_its_range(tmp_path: Path) -> None:
     week(tmp_path / "week", hours=3, requests=600, now=NOW)
 
-    row = timed("report --until 2100-01-01 -o page.html", tmp_path / "week", 1)
+    row = timed("export html --until 2100-01-01 -o page.html", tmp_path / "week", 1)
 
     (total,) = summarize([tmp_path / "week"])
     assert f"{total.requests:,} requests" in row.answer

@@ -1,4 +1,4 @@
-"""Keeps the facts of a journal as Parquet, and adds what was recorded since (``kvledger compact``)."""
+"""``kvledger journals compact``: keeps the facts of a journal as Parquet, and adds the newest."""
 
 from __future__ import annotations
 

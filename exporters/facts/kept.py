@@ -1,4 +1,4 @@
-"""Facts that ``kvledger compact`` keeps beside the journals, and where the replay of a journal goes on.
+"""What ``kvledger journals compact`` keeps beside the journals, and where the replay of a journal goes on.
 
     .kvledger-facts/requests/engine=NAME/ended_hour=2026-11-24T09/JOURNAL-3.parquet
     .kvledger-facts/hours/engine=NAME/ended_day=2026-11-24/JOURNAL-3.parquet

@@ -224,7 +224,7 @@ def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Repl
     return msgspec.structs.replace(found, engine=engine, kept=kept)
 
 
-_GONE = "the journal is gone: these are the facts that kvledger compact kept"
+_GONE = "the journal is gone: these are the facts that kvledger journals compact kept"
 _LACKS = "which do not have its last events"
 
 

@@ -152,7 +152,7 @@ Files = dict[str, list[str]]
 
 
 class KeptRows(NamedTuple):
-    """Files that ``kvledger compact`` wrote of one journal, and what it and its engine are called now.
+    """Files that ``kvledger journals compact`` wrote of one journal, and its name and its engine's now.
 
     ``rest``: those of rows that no sums by the hour have, of the hours that are whole in the window.
     """

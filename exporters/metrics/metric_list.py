@@ -781,8 +781,8 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "KV events",
         "What an engine announced to routers, beside what its cache did. Only engines that record at level "
-        "`blocks` and publish KV events, with `KVLEDGER_EVENTS_KEY` and `kvledger record-events`, have these "
-        "series ([KV events and routing](../routing.md)). Differences are findings `events/...`.",
+        "`blocks` and publish KV events, with `KVLEDGER_EVENTS_KEY` and `kvledger journals record-events`, "
+        "have these series ([KV events and routing](../routing.md)). Differences are findings `events/...`.",
         (
             Metric(
                 "kvledger_kv_event_batches",

@@ -141,7 +141,8 @@ def render(result: Checked) -> Group:
             Text(
                 "Install kvledger there and start the server with KVLEDGER_DIR=FOLDER to record it. An engine"
             ),
-            Text("started with --kv-events-config publishes KV events: kvledger record-events records them."),
+            Text("started with --kv-events-config publishes KV events: kvledger journals record-events"),
+            Text("records them."),
         ),
     )
 
@@ -206,7 +207,9 @@ def _faults(known: KnownOfRelease | None) -> Iterator[RenderableType]:
     if not rows:
         yield Text(f"{known.name} has no known fault.")
     how_sure = f"{known.says} " if known.says else ""
-    yield Text(f"{how_sure}kvledger faults --vllm {known.release} has links, and {drifts} of figures.", "dim")
+    yield Text(
+        f"{how_sure}kvledger doctor faults --vllm {known.release} has links, and {drifts} of figures.", "dim"
+    )
 
 
 def _listed(heading: str, rows: Sequence[KnownFault]) -> Group:

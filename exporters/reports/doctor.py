@@ -81,7 +81,7 @@ def _known(known: KnownOfRelease, diagnosis: Diagnosis) -> Group:
     journal = diagnosis.faults.journal
     settings = f"settings of {journal}" if journal else "its settings are not known"
     head = f"{known.name}: {counted(len(rows), 'known fault')} can concern an engine here ({settings})."
-    more = f"kvledger faults has their links, and {counted(drifts, 'drift')} of figures."
+    more = f"kvledger doctor faults has their links, and {counted(drifts, 'drift')} of figures."
     lines = [head, known.says] if known.says else [head]
     return Group(
         *(Text(line, style="bold" if line is head else "") for line in lines),

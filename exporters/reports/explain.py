@@ -50,7 +50,7 @@ def listing() -> Group:
     return Group(
         Text(
             f"kvledger explain NAME prints one of these {len(glossary.TERMS)} terms and "
-            f"{len(invariants)} invariants in full, and any fault that kvledger faults lists."
+            f"{len(invariants)} invariants in full, and any fault that kvledger doctor faults lists."
         ),
         Text(),
         title("Terms"),

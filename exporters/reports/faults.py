@@ -1,4 +1,4 @@
-"""What ``kvledger faults`` prints: what is known of a release; and what ``explain`` says of one fault."""
+"""``kvledger doctor faults``: what is known of a release; and what ``explain`` says of one fault."""
 
 from __future__ import annotations
 

@@ -226,7 +226,9 @@ def settings(change: Change) -> Cause | None:
         "settings",
         f"Engines run with other settings: {listed([*pairs, *more])}.",
         "Go back to the settings before, if they were not meant to change.",
-        "faults --vllm " + rows[0].after if rows[0].setting == "release" else "why {path} --since {since}",
+        "doctor faults --vllm " + rows[0].after
+        if rows[0].setting == "release"
+        else "why {path} --since {since}",
     )
 
 
@@ -240,7 +242,7 @@ def restarted(change: Change) -> Cause | None:
         f"{after.started} of {counted(after.engines, 'engine')} started in this time, with an empty prefix "
         "cache.",
         "Wait until the cache has filled, or send the common prefixes once.",
-        "ls {path}",
+        "journals {path}",
     )
 
 
@@ -412,7 +414,7 @@ def scattered(change: Change) -> Cause | None:
         f"{percent(shares[1])} of requests go to the engine that has most of their tenant; "
         f"{percent(shares[0])} before. Other engines have not cached their prefixes.",
         "Look at the router: it lost its state, or chooses by load alone.",
-        "routing {path}",
+        "check routing {path}",
     )
 
 
@@ -439,7 +441,7 @@ def slower(change: Change) -> Cause | None:
         "slow-steps",
         f"The same work takes the engine {factor:.1f} times as long.",
         "Look at the GPU: clocks, temperature, other processes, and the network between ranks.",
-        "report {path} --since {since} -o report.html",
+        "export html {path} --since {since} -o report.html",
     )
 
 
@@ -516,7 +518,7 @@ def never_seen(change: Change) -> Cause | None:
         "prefix",
         f"{text}.{whose}",
         "See what clients send first: a time, a name or an id before the shared text makes each prompt new.",
-        "prefixes {path}" if blocks else "why {path} --since {since}",
+        "summary prefixes {path}" if blocks else "why {path} --since {since}",
     )
 
 

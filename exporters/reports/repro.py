@@ -159,7 +159,7 @@ def render(made: Reproduction, tried: Run | None, output: Path, issue: Path | No
             f"{made.first_seconds:.1f} s."
         ),
         terminal.notes([f"Assumed: {sentence}" for sentence in made.assumed]),
-        Text(f"Next: kvledger bisect {file}") if file and tried.result == "fails" else None,
+        Text(f"Next: kvledger repro bisect {file}") if file and tried.result == "fails" else None,
     )
 
 

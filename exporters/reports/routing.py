@@ -1,4 +1,4 @@
-"""``kvledger routing``: what a router's index promises for each request, beside what the engine then had."""
+"""``kvledger check routing``: what a router's index promises of a request, and what the engine then had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvledger tail``: prints the figures of followed journals, which are in ``tail_screen.py``.
+"""``kvledger audit follow``: prints the figures of followed journals, which are in ``tail_screen.py``.
 
 On a terminal a table is redrawn twice a second; elsewhere a line is printed periodically and for each
 finding.

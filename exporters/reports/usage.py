@@ -1,4 +1,4 @@
-"""``kvledger usage``: what clients were told, call by call, beside the ledger."""
+"""``kvledger check usage``: what clients were told, call by call, beside the ledger."""
 
 from __future__ import annotations
 

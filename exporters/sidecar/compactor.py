@@ -1,4 +1,4 @@
-"""Compacts the followed journals at an interval, with ``kvledger compact`` in a process of its own.
+"""Compacts the followed journals at an interval, with ``kvledger journals compact`` in a process of its own.
 
 The process has a low priority, so that it delays neither a scrape nor the engine. It goes on with each
 journal where it ended, so it reads every event once. docs/decisions/0022 says why it is a process.
@@ -60,7 +60,17 @@ class Compactor:
         self.health = Health()
         """The figures of the sidecar."""
         age = ["--keep", keep] if keep else []
-        self._command = [sys.executable, "-c", COMPACT, "compact", str(folder), "--jobs", "1", *age]
+        self._command = [
+            sys.executable,
+            "-c",
+            COMPACT,
+            "journals",
+            "compact",
+            str(folder),
+            "--jobs",
+            "1",
+            *age,
+        ]
         self._seconds = seconds
         """The time between two processes."""
         self._notify = notify

@@ -498,7 +498,7 @@ def end_of(journal: Path) -> tuple[int, int]:
 
 # --- follower ------------------------------------------------------------------------------------------
 #
-# Follows every engine's journal under a folder, and resumes after a restart. ``serve`` and ``tail`` use it.
+# Follows every engine's journal under a folder, and resumes after a restart (``serve``, ``audit follow``).
 #
 # One thread reads; other threads take ``lock`` before they look at the audits. Rules of this file:
 #

@@ -289,7 +289,7 @@ Made by `python -m kvledger.exporters.trace.columns`; do not edit.
 A request that ended is a row of `requests`; of a journal of level `blocks` each of its lives is a row of
 `admissions`, and what it did with the prefix cache are rows of `block_operations`.
 `kvledger query PATH "select ..."` asks {queried} in SQL (DuckDB's), also of journals that
-`kvledger compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
+`kvledger journals compact` keeps as Parquet. `kvledger export PATH -o DIR` writes
 {exported} as Parquet, one file per table, `entries` only with `--entries`;
 `kvledger.exporters.trace.frames` gives them as pandas DataFrames. `summary` and `why` group by any column of
 `requests` (`--by model,hour`) and select with a condition on them (`--where "rework > 0"`); `summary
@@ -297,7 +297,8 @@ A request that ended is a row of `requests`; of a journal of level `blocks` each
 
 `hours`, `hour_causes` and `hour_differences` are sums of the rows of `requests`, `causes` and `differences`,
 by the hour in which requests ended and by their labels. They have every request, also those whose rows
-`kvledger compact --keep` has removed; what lost tokens took is their number times the prices in `engines`.
+`kvledger journals compact --keep` has removed; what lost tokens took is their number times the prices in
+`engines`.
 
 *Text* is a string, a *count* a 64-bit integer, of tokens unless the text names another unit, and *seconds* a
 double, counted from the start of the engine; a *time* is a timestamp in UTC, in microseconds. *Counts* are

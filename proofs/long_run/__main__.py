@@ -1,8 +1,8 @@
 """Sends a day of requests through journal, rotation, compaction, sidecar and Prometheus, accelerated.
 
 A simulated engine emits the events of 20 requests a second and writes real journals; the sidecar, Prometheus,
-`kvledger compact` and `kvledger summary` are real processes. Engines end in good order and by SIGKILL, and so
-do the sidecar and Prometheus. At the end every sum must be the same in all places.
+`kvledger journals compact` and `kvledger summary` are real. Engines end in good order and by SIGKILL, so do
+the sidecar and Prometheus. At the end every sum must be the same in all places.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
     @property
     def compact_seconds(self) -> float:
-        """Wall seconds between two starts of ``kvledger compact``: a small part of what rotation keeps."""
+        """Wall seconds between two starts of ``journals compact``: a small part of what rotation keeps."""
         kept = KEPT_SHARE * self.engine_seconds / self.speed
         return min(MOST_COMPACT_SECONDS, max(1.0, kept / 4))
 
@@ -144,7 +144,7 @@ class LongRun:
             self._compact_at = now + self.plan.compact_seconds
 
     def _start_compacting(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvledger", "compact", str(self.journals)]
+        command = [sys.executable, "-m", "kvledger", "journals", "compact", str(self.journals)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _compact(self) -> None:

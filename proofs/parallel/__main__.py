@@ -1,8 +1,8 @@
 """Compares what clients of servers of several processes were told with the ledger.
 
 Each server of :data:`SERVERS` is started with the plugin and gets the load of ``load.py`` or ``pairs.py``.
-When it has ended, ``kvledger usage`` compares each answer with the journals of its engines, and ``kvledger
-audit`` checks them.
+When it has ended, ``kvledger check usage`` compares each answer with the journals of its engines, and
+``kvledger audit`` checks them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(name: str, folder: Path, level: str) -> report.Row:
     _serve(name, folder, level)
     journals = folder / "journals"
     wait_until(lambda: not any(map(is_live, find_journals([journals]))), SETTLE_SECONDS)
-    _, usage = kvledger("usage", journals, "--log", folder / "usage.jsonl")
+    _, usage = kvledger("check", "usage", journals, "--log", folder / "usage.jsonl")
     _, audit = kvledger("audit", journals)
     requests = [kvledger("audit", journal)[1]["requests"] for journal in find_journals([journals])]
     row = report.row(layout.options, requests, usage, audit)

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def row(options: str, requests: Sequence[int], usage: Mapping[str, Any], audit: Any) -> Row:
-    """The row of a server, of the JSON of ``kvledger usage`` and ``kvledger audit``."""
+    """The row of a server, of the JSON of ``kvledger check usage`` and ``kvledger audit``."""
     outcomes = [each["outcome"] for each in usage["unlogged"]]
     contents = audit["contents"]
     found = contents or dict.fromkeys(("verified", "differed", "moved", "moved_differed", "moved_unknown"), 0)
@@ -130,8 +130,8 @@ def section(lines: Sequence[Line], level: str, software: str) -> str:
     """The section of the page."""
     return f"""{HEADING}
 `make proof NAME=parallel` starts `vllm serve` with the plugin at level `{level}` and the middleware, sends a
-mixed load with six clients at once, ends the server, and runs `kvledger usage` and `kvledger audit` over
-the journals of all engines. This ran with {software}.
+mixed load with six clients at once, ends the server, and runs `kvledger check usage` and `kvledger audit`
+over the journals of all engines. This ran with {software}.
 
 {page.table(COLUMNS, lines)}
 

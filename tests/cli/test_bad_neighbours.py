@@ -40,7 +40,7 @@ BADS: dict[str, Callable[[Path], object]] = {
     "no journal": _no_journal,
 }
 
-COMMANDS = ("audit", "summary", "why", "ls", "compact")
+COMMANDS = ("audit", "summary", "why", "journals", "journals compact")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -52,7 +52,7 @@ def test_the_others_are_read(
     for folder in (alone, beside):
         journals.clean(folder / "engine-0-1-0")
     spoil(journals.clean(beside / BAD))
-    run = runner(capsys, command)
+    run = runner(capsys, *command.split())
     expected, found = (run(folder, "--format", "json") for folder in (alone, beside))
 
     assert (0, "") == (expected.code, expected.err)

@@ -1,4 +1,4 @@
-"""``kvledger faults``, and what ``kvledger explain`` says of a fault."""
+"""``kvledger doctor faults``, and what ``kvledger explain`` says of a fault."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_a_release_begins_with_how_many_faults_it_has(run: Run) -> None:
-    code, out, _ = run("faults", "--vllm", "0.18.1")
+    code, out, _ = run("doctor", "faults", "--vllm", "0.18.1")
 
     assert 0 == code
     assert out.startswith("vLLM 0.18.1: 29 faults and 17 drifts known.\n")
 
 
 def test_a_fault_has_its_condition_releases_finding_and_link(run: Run) -> None:
-    out = run("faults", "--lmcache", "0.3.9")[1]
+    out = run("doctor", "faults", "--lmcache", "0.3.9")[1]
 
     assert (
         "promise-not-loaded: the connector promises tokens to a resumed request and does not load them "
@@ -46,11 +46,11 @@ def test_a_fault_has_its_condition_releases_finding_and_link(run: Run) -> None:
 
 
 def test_a_finding_names_the_level_that_it_needs(run: Run) -> None:
-    assert "blocks/double-allocation (level blocks)" in run("faults", "--vllm", "0.23.0")[1]
+    assert "blocks/double-allocation (level blocks)" in run("doctor", "faults", "--vllm", "0.23.0")[1]
 
 
 def test_both_products_can_be_asked_for(run: Run) -> None:
-    out = run("faults", "--vllm", "0.32.0", "--lmcache", "0.5.6", "--format", "json")[1]
+    out = run("doctor", "faults", "--vllm", "0.32.0", "--lmcache", "0.5.6", "--format", "json")[1]
 
     assert [("vllm", "0.32.0"), ("lmcache", "0.5.6")] == [
         (each["product"], each["release"]) for each in json.loads(out)
@@ -60,7 +60,9 @@ def test_both_products_can_be_asked_for(run: Run) -> None:
 def test_the_csv_has_one_line_per_fault(run: Run) -> None:
     rows = {
         row["id"]: row
-        for row in csv.DictReader(run("faults", "--vllm", "0.18.1", "--format", "csv")[1].splitlines())
+        for row in csv.DictReader(
+            run("doctor", "faults", "--vllm", "0.18.1", "--format", "csv")[1].splitlines()
+        )
     }
 
     row = rows["negative-local-hit"]
@@ -80,7 +82,7 @@ def test_the_csv_has_one_line_per_fault(run: Run) -> None:
     ],
 )
 def test_an_unknown_release_is_one_sentence(run: Run, words: tuple[str, ...], sentence: str) -> None:
-    code, out, err = run("faults", *words)
+    code, out, err = run("doctor", "faults", *words)
 
     assert (2, "") == (code, out)
     assert sentence in err
@@ -89,7 +91,7 @@ def test_an_unknown_release_is_one_sentence(run: Run, words: tuple[str, ...], se
 
 def test_without_options_the_installed_releases_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda: {"vllm": "0.24.0", "lmcache": "0.4.2"})
-    out = run("faults")[1]
+    out = run("doctor", "faults")[1]
 
     assert out.startswith("vLLM 0.24.0: ")
     assert "\n\nLMCache 0.4.2: 2 faults known.\n" in out
@@ -99,8 +101,8 @@ def test_an_installed_release_that_was_never_examined_is_not_called_free_of_faul
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "installed", lambda: {"vllm": "0.40.0"})
-    code, out, _ = run("faults")
-    data = json.loads(run("faults", "--format", "json")[1])
+    code, out, _ = run("doctor", "faults")
+    data = json.loads(run("doctor", "faults", "--format", "json")[1])
 
     assert 0 == code
     assert out.startswith("Nothing is known of vLLM 0.40.0: ")
@@ -109,14 +111,15 @@ def test_an_installed_release_that_was_never_examined_is_not_called_free_of_faul
 
 def test_where_nothing_is_installed_all_faults_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", dict)
-    rows = csv.DictReader(run("faults", "--format", "csv")[1].splitlines())
+    rows = csv.DictReader(run("doctor", "faults", "--format", "csv")[1].splitlines())
 
     assert set(catalogue()) == {row["id"] for row in rows}
 
 
 def test_no_line_is_wider_than_a_terminal_unless_it_is_a_link(run: Run) -> None:
     assert all(
-        len(line) <= 100 or "https://" in line for line in run("faults", "--vllm", "0.18.1")[1].splitlines()
+        len(line) <= 100 or "https://" in line
+        for line in run("doctor", "faults", "--vllm", "0.18.1")[1].splitlines()
     )
 
 

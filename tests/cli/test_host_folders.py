@@ -55,7 +55,7 @@ def test_summary_has_twice_what_one_host_has(hosts: Path, capsys: Printed, by: s
 
 def test_facts_lie_in_the_folder_of_their_host(copied: Path, capsys: Printed) -> None:
     before = printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
-    assert 0 == exit_code("compact", copied)
+    assert 0 == exit_code("journals", "compact", copied)
     table = capsys.readouterr().out
     assert {"a/engine", "b/engine"} <= set(re.findall(r"\b[ab]/engine", table)), table
     assert 4 == len([*copied.glob("[ab]/.kvledger-facts/*.session")])
@@ -69,23 +69,23 @@ def test_facts_that_a_host_wrote_name_the_host(copied: Path, capsys: Printed) ->
     """Each host may compact its own journals, where the folder is flat."""
     before = printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
     for host in "ab":
-        assert 0 == exit_code("compact", copied / host)
+        assert 0 == exit_code("journals", "compact", copied / host)
     capsys.readouterr()
 
     assert before == printed(capsys, "summary", copied, "--by", "engine", "--format", "json")
 
 
 def test_ls_and_prune_name_the_host(copied: Path, capsys: Printed) -> None:
-    rows = printed(capsys, "ls", copied, "--format", "json")
+    rows = printed(capsys, "journals", copied, "--format", "json")
     assert 8 == len({row["journal"] for row in rows})
 
-    pruned = printed(capsys, "prune", copied, "--most", "1", "--yes", "--format", "json")
+    pruned = printed(capsys, "journals", "prune", copied, "--most", "1", "--yes", "--format", "json")
     assert (8, 0) == (len(pruned["journals"]), pruned["kept"])
     assert [] == [*copied.glob("*/engine-*"), *copied.glob("*/events-*")]
 
 
 def test_routing_has_the_engines_of_all_hosts(hosts: Path, capsys: Printed) -> None:
-    found = printed(capsys, "routing", hosts, "--format", "json")
+    found = printed(capsys, "check", "routing", hosts, "--format", "json")
 
     assert 40 == found["requests"]
     assert 2 * ["vllm 0.32.0 pid 4000 in a"] + 2 * ["vllm 0.32.0 pid 4000 in b"] == found["engines"]
@@ -101,7 +101,11 @@ def test_show_has_a_request_of_one_id_from_each_host(hosts: Path, capsys: Printe
 def test_usage_has_the_calls_of_all_hosts(hosts: Path, tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "usage.jsonl").write_text('{"id": "r-3-0", "usage": {"prompt_tokens": 1}}\n')
 
-    assert exit_code("usage", hosts, "--log", tmp_path / "usage.jsonl", "--format", "json") in (0, 1, 3)
+    assert exit_code("check", "usage", hosts, "--log", tmp_path / "usage.jsonl", "--format", "json") in (
+        0,
+        1,
+        3,
+    )
     calls = json.loads(capsys.readouterr().out)["calls"]
     assert 1 == calls["unexplained"]
 
@@ -116,9 +120,9 @@ def test_usage_has_the_calls_of_all_hosts(hosts: Path, tmp_path: Path, capsys: P
         ["summary", "blocks", "{}", "--format", "json"],
         ["why", "turns", "{}", "--format", "json"],
         ["diff", "{}/a", "{}", "--format", "json"],
-        ["tail", "{}", "--format", "json"],
-        ["report", "{}", "-o", "-"],
-        ["timeline", "{}", "-o", "-"],
+        ["audit", "follow", "{}", "--format", "json"],
+        ["export", "html", "{}", "-o", "-"],
+        ["export", "timeline", "{}", "-o", "-"],
     ],
     ids=lambda words: words[0],
 )

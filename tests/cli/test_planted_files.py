@@ -33,18 +33,18 @@ COMMANDS = (
     "summary prefixes {}",
     "why turns {}",
     "whatif {}",
-    "routing {}",
-    "ls {}",
-    "ls {} --audit",
-    "prune {} --older-than 1d",
+    "check routing {}",
+    "journals {}",
+    "journals {} --audit",
+    "journals prune {} --older-than 1d",
     "diff {} {}",
-    "report {} -o OUT/page.html",
+    "export html {} -o OUT/page.html",
     "export {} -o OUT/tables",
-    "timeline {} -o OUT/timeline",
+    "export timeline {} -o OUT/timeline",
     "show {} r-3-0",
-    "tail {} --format json",
-    "compact {}",
-    "compact {} --keep 1d",
+    "audit follow {} --format json",
+    "journals compact {}",
+    "journals compact {} --keep 1d",
 )
 
 
@@ -154,7 +154,7 @@ def test_the_files_of_root_stop_no_other_user(shared: Path, capsys: pytest.Captu
     with another_user():
         after = answers(shared, out, capsys)
 
-    refused = {command for command in COMMANDS if command.startswith("compact")}
+    refused = {command for command in COMMANDS if command.startswith("journals compact")}
     assert {command: answer[0] for command, answer in before.items() if command not in refused} == {
         command: answer[0] for command, answer in after.items() if command not in refused
     }

@@ -1,4 +1,4 @@
-"""Every command takes the short names that `kvledger ls` prints."""
+"""Every command takes the short names that `kvledger journals` prints."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def test_commands_take_short_names(folder: Path, capsys: pytest.CaptureFixture[s
     assert 0 == run("audit", "4-85-0").code
     assert 0 == run("show", "journals/4-85-0", "request-0").code
     assert 0 == run("diff", "4-85-0", "5-85-0").code
-    listed = run("ls", "4-85-0", "--format", "json")
+    listed = run("journals", "4-85-0", "--format", "json")
     assert ["4-85-0"] == [row["name"] for row in json.loads(listed.out)]
-    assert 3 == len(json.loads(run("ls", "--format", "json").out))
+    assert 3 == len(json.loads(run("journals", "--format", "json").out))
 
 
 def test_every_argument_for_journals_takes_short_names(folder: Path) -> None:
     """Each argument that is a path, but for these."""
-    others = {("prune", "folder"), ("record_events", "folder"), ("bisect", "file")}
+    others = {(f"deploy {each}", "folder") for each in ("boards", "rules", "check")}
+    others |= {("journals prune", "folder"), ("journals record-events", "folder"), ("repro bisect", "file")}
     for command in app.registered_commands:
         name = command.name or command.callback.__name__  # type: ignore[union-attr]
         for each in inspect.signature(command.callback).parameters.values():  # type: ignore[arg-type]

@@ -35,11 +35,11 @@ COMMANDS = (
     "why {}",
     "why {} --by lora",
     "query {} QUERY",
-    "ls {}",
-    "ls {} --audit",
+    "journals {}",
+    "journals {} --audit",
     "diff {} {}",
-    "prune {} --older-than 1d",
-    "compact {}",
+    "journals prune {} --older-than 1d",
+    "journals compact {}",
 )
 
 

@@ -44,13 +44,13 @@ COMMANDS = (
     ("summary", "--format", "json"),
     ("why",),
     ("why", "--format", "csv"),
-    ("timeline", "-o", "-"),
-    ("report", "-o", "-"),
+    ("export timeline", "-o", "-"),
+    ("export html", "-o", "-"),
     ("show", "r-0", "--every"),
     ("show", "r", "--format", "json"),
     ("export", "-o", "{out}"),
-    ("tail",),
-    ("tail", "--format", "json"),
+    ("audit follow",),
+    ("audit follow", "--format", "json"),
 )
 """Each mutated journal is read by ``audit_paths`` and by one of these, or by a follower with its metrics."""
 
@@ -118,10 +118,10 @@ def _printed(random: Random, folder: Path, out: Path) -> str:
     if choice >= len(COMMANDS):
         return _served(folder.parent)
     command, *options = COMMANDS[choice]
-    words = [command, str(folder), *(option.format(out=out) for option in options)]
+    words = [*command.split(), str(folder), *(option.format(out=out) for option in options)]
     code, text = run(words)
     if code == OWN_BUG:
-        return f"{' '.join(words[:1] + words[2:])} ends with {code}: {text.strip().splitlines()[-1]}"
+        return f"{command} {' '.join(options)} ends with {code}: {text.strip().splitlines()[-1]}"
     control = {each for each in text.replace("\r\n", "\n") if category(each) in ("Cc", "Cf")} - {"\n", "\t"}
     return f"{command} prints {sorted(control)!r}" if control else ""
 

@@ -54,7 +54,7 @@ COMMANDS = {
     "store": ["summary", "store", "{}"],
     "turns": ["why", "turns", "{}"],
     "blocks": ["summary", "blocks", "{}"],
-    "ls": ["ls", "{}", "--audit"],
+    "ls": ["journals", "{}", "--audit"],
     "incident": [
         "incident",
         "{}",

@@ -91,7 +91,7 @@ def test_a_call_of_two_engines_is_one_statement(folder: Path) -> None:
 
 def test_clients_are_told_transfers_as_hits_and_nothing_is_unexplained(folder: Path) -> None:
     """vLLM#47136: the decode engine reports what it received from the store as cached."""
-    code, result = kvledger("usage", folder / "journals", "--log", folder / "usage.jsonl")
+    code, result = kvledger("check", "usage", folder / "journals", "--log", folder / "usage.jsonl")
 
     assert 0 == code
     assert {"equal": 2 + STRAIGHT, "explained": CALLS - 2, "unexplained": 0} == {

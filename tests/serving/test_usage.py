@@ -78,11 +78,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def usage(folder: Path, log: Path) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of ``kvledger usage``."""
+    """Exit code and JSON of ``kvledger check usage``."""
     command = [
         sys.executable,
         "-m",
         "kvledger",
+        "check",
         "usage",
         str(folder / "journals"),
         "--log",

@@ -1,4 +1,4 @@
-"""The checks that ``kvledger export-checks`` writes: each states an invariant, and finds it broken."""
+"""The checks that ``kvledger repro checks`` writes: each states an invariant, and finds it broken."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_mock_is_not_judged() -> None:
 
 def test_the_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "kv_invariants.py"
-    monkeypatch.setattr(sys, "argv", ["kvledger", "export-checks", "-o", str(output)])
+    monkeypatch.setattr(sys, "argv", ["kvledger", "repro", "checks", "-o", str(output)])
     with pytest.raises(SystemExit) as ended:
         main()
 

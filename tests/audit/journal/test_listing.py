@@ -1,4 +1,4 @@
-"""`kvledger ls` and `kvledger prune`: facts without a replay, and which journals are removed."""
+"""`kvledger journals` and `journals prune`: facts without a replay, and which journals are removed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_journal_that_is_written_is_live_and_stays(tmp_path: Path) -> None:
     found = facts(tmp_path / "engine-live")
     assert "live" == found.state
     assert [] == prunable([found], before_seconds=1e12, most_bytes=0)
-    assert 0 == exit_code("prune", tmp_path, "--most", "1KB", "--yes")
+    assert 0 == exit_code("journals", "prune", tmp_path, "--most", "1KB", "--yes")
     assert (tmp_path / "engine-live").is_dir()
     writer.close()
 
@@ -79,12 +79,12 @@ def test_prune_takes_the_oldest_by_age_or_by_size() -> None:
 
 
 def test_prune_lists_and_removes_only_with_yes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert 0 == exit_code("journals", "prune", folder, "--older-than", "2023-11-16T00:00:00Z")
     assert "Nothing was removed: add --yes" in capsys.readouterr().out
     assert 3 == len(list(folder.iterdir()))
 
     assert 0 == exit_code(
-        "prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes", "--format", "json"
+        "journals", "prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes", "--format", "json"
     )
     result = json.loads(capsys.readouterr().out)
     assert (True, 2, 1) == (result["removed"], len(result["journals"]), result["kept"])
@@ -92,7 +92,7 @@ def test_prune_lists_and_removes_only_with_yes(folder: Path, capsys: pytest.Capt
 
 
 def test_prune_needs_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 2 == exit_code("prune", folder, "--yes")
+    assert 2 == exit_code("journals", "prune", folder, "--yes")
     assert "--older-than" in capsys.readouterr().err
     assert 3 == len(list(folder.iterdir()))
 
@@ -100,7 +100,7 @@ def test_prune_needs_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_prune_takes_the_workers_journals_too(tmp_path: Path) -> None:
     for name, transfer in (("engine-1", "t1"), ("worker-1", "t1"), ("worker-2", "t2")):
         journals.write(tmp_path / name, events(200, journals.CLEAN), configuration={"transfer": transfer})
-    assert 0 == exit_code("prune", tmp_path, "--most", "1B", "--yes")
+    assert 0 == exit_code("journals", "prune", tmp_path, "--most", "1B", "--yes")
     assert ["worker-2"] == [path.name for path in tmp_path.iterdir()]
 
 
@@ -116,26 +116,26 @@ def test_prune_takes_recordings_of_kv_events_by_their_own_age(folder: Path) -> N
     live.rotate()
     live.write([journals.STARTED])
 
-    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z")
+    assert 0 == exit_code("journals", "prune", folder, "--older-than", "2023-11-16T00:00:00Z")
     assert 6 == len(list(folder.iterdir()))
-    assert 0 == exit_code("prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes")
+    assert 0 == exit_code("journals", "prune", folder, "--older-than", "2023-11-16T00:00:00Z", "--yes")
     assert ["engine-2", "events-1", "events-live"] == sorted(path.name for path in folder.iterdir())
-    assert 0 == exit_code("prune", folder, "--most", "1B", "--yes")
+    assert 0 == exit_code("journals", "prune", folder, "--most", "1B", "--yes")
     assert ["events-live"] == [path.name for path in folder.iterdir()]
     live.close()
 
 
 def test_prune_takes_recordings_whose_engines_are_gone(tmp_path: Path) -> None:
     recording(tmp_path / "events-0", days=0)
-    assert 0 == exit_code("prune", tmp_path, "--most", "1B", "--yes")
+    assert 0 == exit_code("journals", "prune", tmp_path, "--most", "1B", "--yes")
     assert [] == list(tmp_path.iterdir())
 
 
 def test_the_list_has_recordings_of_kv_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording(folder / "events-0", days=0.5)
-    assert 0 == exit_code("ls", folder)
+    assert 0 == exit_code("journals", folder)
     assert capsys.readouterr().out.startswith("4 journals, ")
-    exit_code("ls", folder, "--audit", "--format", "json")
+    exit_code("journals", folder, "--audit", "--format", "json")
     rows = {Path(row["journal"]).name: row for row in json.loads(capsys.readouterr().out)}
     assert ("events", "", "stopped") == tuple(
         rows["events-0"][name] for name in ("level", "verdict", "state")
@@ -146,11 +146,11 @@ def test_the_list_has_recordings_of_kv_events(folder: Path, capsys: pytest.Captu
 def test_the_list_has_a_line_per_journal_and_verdicts_when_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 0 == exit_code("ls", folder)
+    assert 0 == exit_code("journals", folder)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 journals, ")
     assert ["ne-0", "ne-1", "ne-2"] == [line.split()[0] for line in lines[3:]]
-    exit_code("ls", folder, "--audit", "--format", "json")
+    exit_code("journals", folder, "--audit", "--format", "json")
     assert ["clean", "clean", "unknown"] == [row["verdict"] for row in json.loads(capsys.readouterr().out)]
 
 
@@ -158,7 +158,7 @@ def test_the_list_has_model_rank_host_and_level(tmp_path: Path, capsys: pytest.C
     named = {"model": "chat", "data_parallel_rank": 1, "instance": "node-7"}
     journals.write(tmp_path / "engine-1764000000123-85-0", [], configuration=named)
     journals.write(tmp_path / "b" / "engine-1764000000124-85-0", [])
-    exit_code("ls", tmp_path, "--format", "json")
+    exit_code("journals", tmp_path, "--format", "json")
     rows = [
         [row[column] for column in ("name", "model", "rank", "host", "level")]
         for row in json.loads(capsys.readouterr().out)

@@ -158,7 +158,7 @@ def test_the_report_of_a_rotated_journal_counts_what_it_left_out(tmp_path: Path)
     assert first == data["examined"]
     assert second == f"{data['requests'] - 1} requests, 0 violations, 0 preemptions"
     assert "1 request began before the first kept segment" in " ".join(rest)
-    assert 0 == run("report", path, "-o", tmp_path / "page.html")[0]
+    assert 0 == run("export", "html", path, "-o", tmp_path / "page.html")[0]
 
 
 def test_a_sidecar_that_starts_on_a_rotated_journal_counts_no_loss(tmp_path: Path) -> None:

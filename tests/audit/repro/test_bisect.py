@@ -1,4 +1,4 @@
-"""`kvledger bisect`: which release is the first and last bad and the first good, and what can't run."""
+"""`kvledger repro bisect`: which release is the first and last bad and the first good, and what can't run."""
 
 from __future__ import annotations
 

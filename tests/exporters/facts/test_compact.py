@@ -201,12 +201,12 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     journals.write(tmp_path / "engine-1", events(200, journals.CLEAN))
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exited:
-            patch.setattr(sys, "argv", ["kvledger", "compact", str(tmp_path)])
+            patch.setattr(sys, "argv", ["kvledger", "journals", "compact", str(tmp_path)])
             cli.main()
         assert 0 == exited.value.code
     assert "engine-1" in capsys.readouterr().out
     [row] = listed([tmp_path])
-    assert "clean" == row.verdict, "kvledger ls takes the verdict from the session"
+    assert "clean" == row.verdict, "kvledger journals takes the verdict from the session"
 
 
 def test_no_facts_are_written_through_a_link(tmp_path: Path) -> None:

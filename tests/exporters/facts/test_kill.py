@@ -1,4 +1,4 @@
-"""``kvledger compact`` is killed at each call that changes a file: nothing is lost, nothing counts twice."""
+"""``kvledger journals compact`` is killed at each call that changes a file: nothing is lost or twice."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ def journal(compacted: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
-@pytest.mark.parametrize("command", ["summary {} --format json", "why {}", "query {} QUERY", "compact {}"])
+@pytest.mark.parametrize(
+    "command", ["summary {} --format json", "why {}", "query {} QUERY", "journals compact {}"]
+)
 def test_it_is_said_and_the_code_is_3(
     spoil: Callable[[Path], object], command: str, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,12 @@ def test_the_test_and_the_bug_report_are_written(
     assert (
         f"Reproduced: blocks/double-allocation of request {PRIVATE}, with 3 requests and 3 steps" in printed
     )
-    for words in ("fails on vLLM 0.23.0", "in the journal 200 1,900", "Assumed: The pool", "kvledger bisect"):
+    for words in (
+        "fails on vLLM 0.23.0",
+        "in the journal 200 1,900",
+        "Assumed: The pool",
+        "kvledger repro bisect",
+    ):
         assert words in printed
 
 

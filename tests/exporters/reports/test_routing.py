@@ -1,4 +1,4 @@
-"""``kvledger routing``: predictions of a router from a file, and what is said of bad input."""
+"""``kvledger check routing``: predictions of a router from a file, and what is said of bad input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_routers_predictions_take_the_place_of_the_index(
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]))
 
-    assert 0 == exit_code("routing", folder, "--predictions", file, "--format", "json")
+    assert 0 == exit_code("check", "routing", folder, "--predictions", file, "--format", "json")
     found = json.loads(capsys.readouterr().out)
     assert (55, 5) == (found["requests"], found["left_out"])
     assert sum(row.predicted for row in own.rows[5:]) == found["predicted"]
@@ -51,20 +51,20 @@ def test_a_line_that_is_no_prediction_is_bad_input(
     file = tmp_path / "predictions.jsonl"
     file.write_text(line + "\n")
 
-    assert 2 == exit_code("routing", folder, "--predictions", file)
+    assert 2 == exit_code("check", "routing", folder, "--predictions", file)
     said = capsys.readouterr().err.strip()
     assert "no prediction" in said and "\n" not in said and "Traceback" not in said
 
 
 def test_a_file_that_is_missing_is_bad_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 2 == exit_code("routing", folder, "--predictions", folder / "none.jsonl")
+    assert 2 == exit_code("check", "routing", folder, "--predictions", folder / "none.jsonl")
     assert "can't be read" in capsys.readouterr().err
 
 
 def test_recordings_without_the_tokens_of_blocks_have_no_index_of_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 2 == exit_code("routing", folder, "--index", "tokens")
+    assert 2 == exit_code("check", "routing", folder, "--index", "tokens")
     assert "--index tokens needs KV events" in capsys.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_an_index_that_does_not_count_promises_no_more_than_one_that_does(
 ) -> None:
     found = {}
     for index in ("own", "uncounted"):
-        assert 0 == exit_code("routing", folder, "--index", index, "--format", "json")
+        assert 0 == exit_code("check", "routing", folder, "--index", index, "--format", "json")
         found[index] = json.loads(capsys.readouterr().out)
 
     assert found["uncounted"]["found"] == found["own"]["found"]

@@ -1,4 +1,4 @@
-"""``tail``: lines for a journal that is being written, and when it ends."""
+"""``kvledger audit follow``: lines for a journal that is being written, and when it ends."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ctrl_c_exits_with_130(tmp_path: Path, terminal: bool) -> None:
     journals.clean(tmp_path / "clean")
     reads, writes = os.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvledger", "tail", str(tmp_path), "--wait"],
+        [sys.executable, "-m", "kvledger", "audit", "follow", str(tmp_path), "--wait"],
         stdout=writes,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""`kvledger usage`: tokens told and settled by tenant, cause and sign."""
+"""`kvledger check usage`: tokens told and settled by tenant, cause and sign."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compared(folder: Path, cached: list[int], *words: str) -> int:
         lines.append(json.dumps({"id": f"cmpl-c{number}", "usage": usage}))
     log = folder / "usage.jsonl"
     log.write_text("\n".join(lines))
-    return exit_code("usage", folder / "journals", "--log", log, *words)
+    return exit_code("check", "usage", folder / "journals", "--log", log, *words)
 
 
 def row(capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,7 +45,7 @@ def test_a_constant_offset_of_a_tenant_is_named(tmp_path: Path, capsys: pytest.C
     assert 1 == compared(tmp_path, [16, 16, 16])
     assert "acme unexplained cached cached 48 0 +48 +16 in all 3" == row(capsys)
 
-    exit_code("usage", tmp_path / "journals", "--log", tmp_path / "usage.jsonl", "--format", "json")
+    exit_code("check", "usage", tmp_path / "journals", "--log", tmp_path / "usage.jsonl", "--format", "json")
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
     assert ("acme", "+", 48, 0) == tuple(difference[name] for name in ("tenant", "sign", "told", "settled"))
 

@@ -103,7 +103,7 @@ def test_whatif_prints_the_same_from_kept_rows(
 ) -> None:
     words = ("whatif", tmp_path, "--tiers", "12KiB", "--format", "json", *window)
     before = run(*words)
-    code, out, _ = run("compact", tmp_path)
+    code, out, _ = run("journals", "compact", tmp_path)
     assert 0 == before[0] == code and "of Parquet." in " ".join(out.split())
     assert before == run(*words)
     shutil.rmtree(journal)

@@ -1,4 +1,4 @@
-"""The sidecar's figures of routing are those of ``kvledger routing`` over the same journals."""
+"""The sidecar's figures of routing are those of ``kvledger check routing`` over the same journals."""
 
 from __future__ import annotations
 
