@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.audit.replay.test_serialize import assert_restored_audit_continues
+from tests.audit.replay.test_serialize import assert_continues
 from tests.engines.conftest import Recorded
 from tests.scenarios.corpus import SCENARIOS
 
@@ -22,12 +22,10 @@ def cuts(name: str, events: int) -> list[int]:
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "crowd" in name or "allocation" in name])
 def test_a_journal_at_level_blocks_continues_from_a_checkpoint(name: str, recorded: Recorded) -> None:
     events = recorded(name, "blocks")
-    for cut in cuts(name, len(events)):
-        assert_restored_audit_continues(events, cut)
+    assert_continues(events, cuts(name, len(events)))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_real_schedulers_journal_continues_from_a_checkpoint(name: str, recorded: Recorded) -> None:
     events = recorded(name)
-    for cut in cuts(name, len(events)):
-        assert_restored_audit_continues(events, cut)
+    assert_continues(events, cuts(name, len(events)))

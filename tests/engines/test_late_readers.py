@@ -22,6 +22,8 @@ from kvledger.audit.events import EngineStarted, Event, Snapshot
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 
 SEGMENT_EVENTS = 25
+MOST_READERS = 12
+"""A scenario with more segments is read from some of them, its second and its last one included."""
 
 
 class SegmentedRecorder(MemoryRecorder):
@@ -59,7 +61,8 @@ def recorded(name: str, level: str) -> list[Event]:
 def test_a_reader_that_begins_at_any_segment_has_no_false_finding(name: str, level: str) -> None:
     events = recorded(name, level)
     whole = findings(audited(events))
-    for start in (i for i, event in enumerate(events) if i and isinstance(event, EngineStarted)):
+    starts = [place for place, event in enumerate(events) if place and isinstance(event, EngineStarted)]
+    for start in {*starts[:: -(-len(starts) // MOST_READERS) or 1], *starts[-1:]}:
         auditor = Auditor(keep_closed=True, debug=True)
         for number, event in enumerate(events[start:], start):
             auditor.feed(event, number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,38 +101,26 @@ def audit_after(events: Sequence[Event], audit: FollowedAudit | None = None, fir
     return audit
 
 
-def assert_restored_audit_continues(events: Sequence[Event], cut: int) -> None:
-    """An audit restored at ``cut`` ends equal to an uninterrupted one and returns each finding once."""
-    uninterrupted = FollowedAudit(PATH)
-    audit_after(events[:cut], uninterrupted)
-    restored = serialize.restore(serialize.capture(uninterrupted), FollowedAudit(PATH))
-    assert whole_picture(uninterrupted) == whole_picture(restored)
-
-    for number, event in enumerate(events[cut:], cut):
-        assert uninterrupted.feed(number, event) == restored.feed(number, event)
-    for audit in (uninterrupted, restored):
-        audit.journal.events += len(events) - cut
-
-    assert whole_picture(uninterrupted) == whole_picture(restored)
-    assert uninterrupted.auditor.violations == restored.auditor.violations
-    assert uninterrupted.auditor.ledger.totals() == restored.auditor.ledger.totals()
-    assert open_accounts(uninterrupted) == open_accounts(restored)
-
-
 def open_accounts(audit: FollowedAudit) -> list[Any]:
     return [account.freeze() for account in audit.auditor.ledger.open.values()]
 
 
-def assert_continues_from_each_event(events: Sequence[Event]) -> FollowedAudit:
-    """An audit holds the same after a restore, and one restored after each event finds and ends the same."""
+def assert_continues(events: Sequence[Event], cuts: Collection[int]) -> FollowedAudit:
+    """An audit holds the same after a restore, and one restored at each cut finds and ends the same.
+
+    Returns the audit that was never restored.
+    """
     uninterrupted, restored = FollowedAudit(PATH), FollowedAudit(PATH)
-    for number, event in enumerate(events):
-        restored = serialize.restore(serialize.capture(restored), FollowedAudit(PATH))
-        assert uninterrupted.feed(number, event) == restored.feed(number, event)
-        for audit in (uninterrupted, restored):
-            audit.journal.events += 1
-        copy = serialize.restore(serialize.capture(uninterrupted), FollowedAudit(PATH))
-        assert whole_picture(uninterrupted) == whole_picture(copy)
+    for number in range(len(events) + 1):
+        if number in cuts:
+            copy = serialize.restore(serialize.capture(uninterrupted), FollowedAudit(PATH))
+            assert whole_picture(uninterrupted) == whole_picture(copy)
+            restored = serialize.restore(serialize.capture(restored), FollowedAudit(PATH))
+        if number < len(events):
+            event = events[number]
+            assert uninterrupted.feed(number, event) == restored.feed(number, event)
+            for audit in (uninterrupted, restored):
+                audit.journal.events += 1
     assert whole_picture(uninterrupted) == whole_picture(restored)
     assert uninterrupted.auditor.violations == restored.auditor.violations
     assert uninterrupted.auditor.ledger.totals() == restored.auditor.ledger.totals()
@@ -140,9 +128,13 @@ def assert_continues_from_each_event(events: Sequence[Event]) -> FollowedAudit:
     return uninterrupted
 
 
+def assert_continues_from_any_event(events: Sequence[Event]) -> FollowedAudit:
+    return assert_continues(events, range(len(events) + 1))
+
+
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
 def test_golden_histories_continue_from_any_event(row: Any) -> None:
-    assert_continues_from_each_event([*BEGINNING, *row.events(), EngineStopped(10_000, "shutdown")])
+    assert_continues_from_any_event([*BEGINNING, *row.events(), EngineStopped(10_000, "shutdown")])
 
 
 @pytest.mark.parametrize("loss", ["", "gap", "hook", "snapshot"])
@@ -162,7 +154,7 @@ def continues_from(events: list[Event], cut: int, loss: str) -> None:
         if loss == "snapshot":
             lost += [journals.STARTED, Snapshot(middle, 9, [], 1)]
         events[max(2, cut - 2) : max(2, cut - 2)] = lost
-    assert_restored_audit_continues(events, cut)
+    assert_continues(events, [cut])
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
@@ -172,12 +164,12 @@ def test_findings_are_carried(row: Any) -> None:
         events = [*BEGINNING, *miscounted(row.events(), 0, 1)]
     except IndexError:
         pytest.skip("it takes no step")
-    assert assert_continues_from_each_event(events).auditor.violations
+    assert assert_continues_from_any_event(events).auditor.violations
 
 
 def test_a_journal_continues_from_any_event(tmp_path: Path) -> None:
     events = [event for _, event in read(journals.violated(tmp_path / "engine"))]
-    assert_continues_from_each_event(events)
+    assert_continues_from_any_event(events)
 
 
 def test_a_finding_made_before_a_restore_is_a_repeat_after_it() -> None:

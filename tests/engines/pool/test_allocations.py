@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("vllm")
 
+from tests.engines.conftest import Recorded
 from tests.engines.observed import audited, each, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
@@ -101,11 +102,11 @@ def preempted_after_allocating(attach: Any = id) -> Driver:
 
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_reading_the_pool_state_gives_the_same_events_as_wrapping_its_calls(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = SCENARIOS[name]
     by_stack, by_output = by_the_stack(scenario, monkeypatch), wrapped(scenario, monkeypatch)
-    _, read = observe(scenario, level="blocks")
+    read = recorded(name, "blocks")
 
     assert allocations(by_stack) == allocations(by_output) == allocations(read)
     assert counted(by_output) == counted(read)
