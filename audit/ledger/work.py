@@ -180,11 +180,11 @@ def count_drafts(state: LedgerState, flight: InFlight, accepted: int) -> None:
 
 
 def cut_off(state: LedgerState, account: Account, sequence_tokens: int) -> None:
-    """Add the accepted draft tokens beyond the stop of a request that ends with the last output."""
+    """A request with drafts has ended: the engine drops what an output sampled past the stop."""
     cut = account.sequence_tokens - sequence_tokens
-    # The token sampled beside the drafts is the first to be cut off, and no draft.
-    if account.drafted and sequence_tokens >= 0 and cut > 1:
-        state.cut_drafts += cut - 1
+    if account.drafted and sequence_tokens >= 0 and cut > 0:
+        state.cut_drafts += cut - 1  # The token sampled beside the drafts is the first to go, and no draft.
+        account.sequence_tokens = sequence_tokens
 
 
 def drafts_counted(state: LedgerState, event: ev.DraftsCounted) -> None:

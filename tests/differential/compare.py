@@ -221,6 +221,9 @@ class Expected:
                 yield "unknown", f"{name}: {'no account' if statement is None else statement.unknown}"
                 continue
             figures = ledger_figures(statement)
+            if account.sequence_tokens not in (None, statement.sequence_tokens):
+                ends = f"{statement.sequence_tokens} in the ledger, {account.sequence_tokens} in the engine"
+                yield "sequence_tokens", f"{name}: {ends}"
             for figure, expected in compared(account.figures()).items():
                 # At level blocks a hit on a block without its KV gives the request no KV.
                 if figure in GIVEN_BY_HITS and level == "blocks" and self.device.went_wrong:

@@ -65,6 +65,8 @@ class OracleAccount(Account):
     """Draft tokens in flight when the request or the chunk stopped, whose output the engine drops."""
     beyond_end: int = 0
     """Tokens that the engine's count had at the end of the request, more than its sequence."""
+    sequence_tokens: int | None = None
+    """Length of the request's sequence when it ended."""
     had_drafts: bool = False
     """Whether a step had drafts."""
     without_tokens: bool = False
@@ -380,6 +382,7 @@ class Oracle:
         if account.finished or not after.finished:
             return
         account.beyond_end = max(0, after.computed - after.tokens)
+        account.sequence_tokens = after.tokens
         account.stop(after.tokens)
         if account.life is not None:
             account.life.over = "ended"

@@ -203,6 +203,14 @@ def test_accepted_drafts_that_a_stop_cuts_off_are_found():
     assert ("metrics/drafts-past-stop", 1) == (finding.id, finding.figures["cut_tokens"])
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2, 4])
+def test_a_sequence_ends_with_its_stop_not_with_the_accepted_drafts_behind_it(cut: int):
+    account = audited(events(50, f"A0+0 s50 o+ s4 o3/3 F-{cut}")).ledger.account("request-0")
+
+    assert account is not None
+    assert 50 + 1 + 4 - cut == account.sequence_tokens, "what usage, spans and metrics call the output"
+
+
 @near_miss("metrics/drafts-past-stop")
 @pytest.mark.parametrize(
     ("words", "accepted"),
