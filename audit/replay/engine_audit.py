@@ -601,18 +601,15 @@ class EventAudit(Observed):
             for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
         ]
 
-    def _feed_worker_errors(self) -> None:
-        """Audit the exceptions that left the workers' connectors."""
-        ledger, raised = self.auditor.ledger, self.workers.raised
-        self.workers.raised = []
-        for event in raised:
-            self._post(replace(event, at=ledger.at, lost=False), ledger.number)
-
     def _feed_worker_calls(self, until: float) -> None:
-        """Audit the calls of workers that change weights, up to a Unix time."""
+        """Audit workers' calls that change weights, and exceptions, up to a Unix time."""
         ledger = self.auditor.ledger
-        for event in self.workers.calls_until(until):
-            self._post(replace(event, at=ledger.at), ledger.number)
+        for when, event in self.workers.calls_until(until):
+            at = max(ledger.at, round((when - ledger.clock) * 1e6))
+            if isinstance(event, EngineRaised):  # the engine's own journal has lost nothing
+                self._post(replace(event, at=at, lost=False), ledger.number)
+            else:
+                self._post(replace(event, at=at), ledger.number)
 
     # --- accounts ---------------------------------------------------------------------------------------
 
@@ -701,13 +698,13 @@ class EngineAudit(EventAudit):
                 self.workers.poll(settings.get("transfer"), settings.get("engine_key"))
                 workers_read = True
             with hold:
-                self._feed_worker_errors()
                 number = batch.first_event
                 for event in batch.events:
                     new = feed(number, event)
                     if new:
                         findings += new
                     number += 1
+                self._feed_worker_calls(self.auditor.ledger.read_to)
                 self.journal.events += len(batch.events)
                 findings += self.compared()
             yield batch, findings

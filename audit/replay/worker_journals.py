@@ -100,10 +100,10 @@ class _Read(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call that changes weights and was not yet audited: its Unix time and its number."""
+    """A call that changes weights, or an exception, not yet audited: its Unix time and its number."""
 
     at: float
-    event: WorkerWeights
+    event: WorkerWeights | EngineRaised
     number: int
     progress: Progress
 
@@ -114,10 +114,9 @@ class WorkerJournals:
     def __init__(self, path: Path) -> None:
         self.next_step = -1
         """The first step that is read and not yet returned by :meth:`upto`; -1 if there is none."""
-        self.raised: list[EngineRaised] = []
-        """Exceptions that left the workers' connectors, and that the caller has not taken."""
         self.calls: deque[_Call] = deque()
-        """Calls that change weights, in the order of time, that are read and not yet returned."""
+        """Calls that change weights, and exceptions that left connectors, in the order of time, that are read
+        and not yet returned."""
         self.progress: dict[str, Progress] = {}
         """How far each worker's journal was audited, by its name."""
         self._began: dict[str, float] = {}
@@ -158,12 +157,12 @@ class WorkerJournals:
             yield read.event
         self.next_step = self._steps[0].event.step if self._steps else -1
 
-    def calls_until(self, at: float) -> Iterator[WorkerWeights]:
-        """Yield workers' calls up to a Unix time, each once."""
+    def calls_until(self, at: float) -> Iterator[tuple[float, WorkerWeights | EngineRaised]]:
+        """Yield workers' calls and exceptions up to a Unix time, each once with its own."""
         while self.calls and self.calls[0].at <= at:
             call = self.calls.popleft()
             call.progress.unplaced = call.number + 1
-            yield call.event
+            yield call.at, call.event
 
     def _reader(self, path: Path, identity: _Identity) -> Reader | None:
         if path.name not in self._readers:
@@ -185,13 +184,9 @@ class WorkerJournals:
                     elif isinstance(event, EngineRaised | WorkerWeights):
                         if number < progress.unplaced:
                             continue
-                        if isinstance(event, EngineRaised):
-                            self.raised.append(event)
-                            progress.unplaced = number + 1
-                        else:
-                            began = self._began.get(reader.path.name, 0.0)
-                            call = _Call(began + event.at / 1e6, event, number, progress)
-                            self.calls = deque(sorted([*self.calls, call], key=lambda each: each.at))
+                        began = self._began.get(reader.path.name, 0.0)
+                        call = _Call(began + event.at / 1e6, event, number, progress)
+                        self.calls = deque(sorted([*self.calls, call], key=lambda each: each.at))
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, identity):
                         if isinstance(event, EngineStarted):
                             _remember(reader.path, _identity(event))

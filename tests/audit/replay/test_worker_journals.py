@@ -29,6 +29,7 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay import checkpoint, worker_journals
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import Audit, audit_paths
+from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.reports.summary import summarize
@@ -88,6 +89,25 @@ def test_an_exception_of_a_worker_is_a_doubt_of_its_engine(tmp_path: Path):
 
     assert ("unknown", 0) == (audit.verdict, audit.totals.unknown_requests)
     assert ["the engine raised OSError in connector.start_load_kv"] == audit.engines[0].doubts
+
+
+@pytest.mark.parametrize(
+    ("window", "verdict"),
+    [
+        (Window(), "unknown"),
+        (Window(since=journals.STARTED.began_seconds), "unknown"),
+        (Window(since=journals.STARTED.began_seconds + 31), "clean"),
+        (Window(until=journals.STARTED.began_seconds + 29), "clean"),
+        (Window(until=journals.STARTED.began_seconds + 31), "unknown"),
+    ],
+    ids=["everything", "since the start", "since later", "until before", "until later"],
+)
+def test_an_exception_of_a_worker_has_a_time_of_its_own(tmp_path: Path, window: Window, verdict: str):
+    """Its journal may be read before the engine's: then no event of the engine says when it was."""
+    engine(tmp_path)
+    worker(tmp_path, worker_step(STEP), EngineRaised(30_000_000, "connector.start_load_kv", "OSError", True))
+
+    assert verdict == audit_paths([tmp_path], window=window).verdict
 
 
 def test_the_worker_of_another_engine_is_ignored(tmp_path: Path):
