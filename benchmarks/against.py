@@ -30,8 +30,9 @@ import gc, sys, time
 from pathlib import Path
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.parallel import collect_rarely
 
-gc.set_threshold(100_000)  # as a command that reads journals
+collect_rarely()  # as a command that reads journals
 for line in sys.stdin:
     audit = EngineAudit(Path(line.strip()))
     gc.collect()

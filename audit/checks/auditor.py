@@ -22,7 +22,7 @@ from ..ledger.entries import Entry
 from ..ledger.ledger import Ledger
 from ..ledger.ledger_state import Counted, Watch
 from ..text import session_of, tenant_of
-from .registry import Check, Invariant, Severity, Violation, Witness, catalogue, is_once
+from .registry import Check, Invariant, Severity, Usual, Violation, Witness, catalogue, is_once
 
 FINDINGS_KEPT = 1_000
 """Most findings kept of one invariant; those in later requests are only counted."""
@@ -241,14 +241,14 @@ class Auditor:
         """Called for every violation found."""
         self._is_in_window = in_window
         """Whether a time is in the window; None: every time is."""
-        self._subscribed: dict[type, tuple[tuple[Invariant, Check], ...]] = {}
-        """The checks to run for each type of subject."""
+        self._subscribed: dict[type, list[tuple[Usual | None, list[tuple[Invariant, Check]]]]] = {}
+        """The checks to run for each type of subject, and the entries that those in a row leave out."""
         for row in catalogue().values() if invariants is None else invariants:
             for subject in row.on:
-                self._subscribed[subject] = (
-                    *self._subscribed.get(subject, ()),
-                    (row, row.check),
-                )
+                groups = self._subscribed.setdefault(subject, [])
+                if not groups or groups[-1][0] is not row.unless:
+                    groups.append((row.unless, []))
+                groups[-1][1].append((row, row.check))
         self.ledger.wanted = frozenset(self._subscribed)
 
     @property
@@ -271,30 +271,31 @@ class Auditor:
         findings: list[Violation] = []
         subscribed = self._subscribed
         for entry in entries:
-            rows = subscribed.get(type(entry.subject))
-            if rows is None:
-                continue
             account = entry.account
             if account is not None and account.unknown is not None:
                 continue
-            for row, check in rows:
-                try:
-                    for witness in check(entry):
-                        violation = self._record(row, entry, witness)
-                        if violation is not None:
-                            findings.append(violation)
-                except Exception:
-                    # A defect of kvledger: the other checks still run, and the verdict is not clean.
-                    if self._debug:
-                        raise
-                    add_tokens(self.findings.check_failures, row.id, 1)
+            for usual, rows in subscribed.get(type(entry.subject), ()):
+                if usual is not None and usual(entry):
+                    continue
+                for row, check in rows:
+                    try:
+                        for witness in check(entry):
+                            violation = self._record(row, entry, witness)
+                            if violation is not None:
+                                findings.append(violation)
+                    except Exception:
+                        # A defect of kvledger: the other checks still run, and the verdict is not clean.
+                        if self._debug:
+                            raise
+                        add_tokens(self.findings.check_failures, row.id, 1)
         return findings
 
     def enter(self, entry: Entry) -> None:
         """Run the checks on something that no single event shows, such as a transfer between two engines."""
-        for row, check in self._subscribed.get(type(entry.subject), ()):
-            for witness in check(entry):
-                self._record(row, entry, witness)
+        for _, rows in self._subscribed.get(type(entry.subject), ()):
+            for row, check in rows:
+                for witness in check(entry):
+                    self._record(row, entry, witness)
 
     def note_failure(self, event: Event) -> None:
         """Posting an event raises: a defect of kvledger, or an event that no engine emits.

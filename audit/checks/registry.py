@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..errors import LedgerError
-from ..ledger.entries import Entry
+from ..events import Reported
+from ..ledger.entries import Entry, ReportedCounts
 
 RESET_CACHE = (
     "Reset the prefix cache (POST /reset_prefix_cache, or LLM.reset_prefix_cache()): no request hits these "
@@ -274,6 +275,49 @@ class Witness:
 
 Check = Callable[[Entry], Iterator[Witness]]
 
+Usual = Callable[[Entry], bool]
+"""Whether an entry is one in which some checks can find nothing. It is asked once for all of them: most
+entries are, and to call each check takes several times as long."""
+
+
+def as_planned(entry: Entry) -> bool:
+    """Whether a report is the only one of its prompt, and has the figures of the admission and the account.
+
+    The prompt was computed once and in one piece, and nothing failed.
+    """
+    said, account = entry.subject, entry.account
+    if not isinstance(said, Reported) or account is None or account.reports != 1:
+        return False
+    local, external, computed = said.local_tokens, said.external_tokens, said.computed_tokens
+    life, settlements, split = account.reporting, account.settlements, (local, external, computed)
+    if life is None or len(settlements) != 1 or account.reported != split:
+        return False
+    settled = settlements[0]
+    return (
+        (settled.local, settled.external, settled.computed) == split
+        and (life.local, life.external) == (local, external)
+        and local + external + computed == said.prompt_tokens
+        and min(split) >= 0
+        and said.written_tokens <= computed
+        and not (life.voided or account.carried or account.transferred or account.executed_again)
+        and len(account.executed_first) < 2
+    )
+
+
+def as_counted(entry: Entry) -> bool:
+    """Whether the counts that the engine reported are those of the account, and lie within its sequence."""
+    said = entry.subject
+    if not isinstance(said, ReportedCounts):
+        return False
+    in_flight = max(said.ledger_in_flight, 0)
+    sequence = said.sequence if said.sequence >= 0 else said.ledger_sequence
+    return (
+        said.computed == said.ledger_computed
+        and said.in_flight in (-1, said.ledger_in_flight)
+        and -1 <= said.placeholders <= in_flight
+        and said.computed - in_flight < sequence
+    )
+
 
 class Invariant(msgspec.Struct, frozen=True):
     """One thing that must hold.
@@ -284,6 +328,7 @@ class Invariant(msgspec.Struct, frozen=True):
     all; a rule by which the engine counts every such request needs no finding for each. ``tokens``: the
     figures of a witness that say how many tokens it is about, as ``written - computed``, of which the sign is
     left out; "" if it says no number. ``stop_now``: what stops the harm; "" if only a figure is wrong.
+    ``unless``: the entries for which it is not called.
     """
 
     id: str
@@ -298,6 +343,7 @@ class Invariant(msgspec.Struct, frozen=True):
     once: bool = False
     tokens: str = ""
     stop_now: str = ""
+    unless: Usual | None = None
 
     @property
     def family(self) -> str:
@@ -367,10 +413,12 @@ def invariant(
     once: bool = False,
     tokens: str = "",
     stop_now: str | None = None,
+    unless: Usual | None = None,
 ) -> Callable[[Check], Check]:
     """Register a check. It is called with the entries whose subject has one of the types ``on``.
 
     ``stop_now``: what stops the harm of a violation; by default that of its kind, and nothing for a drift.
+    ``unless``: entries in which the check can find nothing.
     """
 
     def register(check: Check) -> Check:
@@ -392,6 +440,7 @@ def invariant(
             once=once,
             tokens=tokens,
             stop_now=stop if stop_now is None else stop_now,
+            unless=unless,
         )
         return check
 
@@ -406,6 +455,7 @@ def drift(
     near_misses: tuple[str, ...],
     tokens: str,
     references: tuple[Reference, ...] = (),
+    unless: Usual | None = None,
 ) -> Callable[[Check], Check]:
     """Register a drift of the family ``metrics``, which is found once an engine."""
     return invariant(
@@ -417,6 +467,7 @@ def drift(
         near_misses=near_misses,
         once=True,
         tokens=tokens,
+        unless=unless,
     )
 
 

@@ -35,6 +35,8 @@ from .registry import (
     VLLM_48245,
     VLLM_57562,
     Witness,
+    as_counted,
+    as_planned,
     invariant,
 )
 
@@ -53,6 +55,7 @@ def _corrected(subject: Reported) -> bool:
     "tokens/negative",
     tokens="tokens",
     on=(Reported, Admitted),
+    unless=as_planned,
     message="The engine reported {local_tokens} local, {external_tokens} external and "
     "{computed_tokens} computed tokens for the {prompt_tokens}-token prompt of request {request}: "
     "this split is impossible.",
@@ -98,6 +101,7 @@ def negative(entry: Entry) -> Iterator[Witness]:
     "tokens/source-sum",
     tokens="tokens",
     on=(Reported, Settlement),
+    unless=as_planned,
     message="The engine reported {local_tokens} local + {external_tokens} external + "
     "{computed_tokens} computed tokens for request {request}, but its prompt has {prompt_tokens}.",
     references=(VLLM_36752,),
@@ -147,6 +151,7 @@ _NOT_THIS_ADMISSION = (
     "tokens/set-once",
     tokens="tokens",
     on=(Reported,),
+    unless=as_planned,
     message=_NOT_THIS_ADMISSION + ".",
     references=(VLLM_36752, VLLM_37460),
     near_misses=(
@@ -211,6 +216,7 @@ def _admissions(account: Account, reported: Reported) -> str:
     "tokens/balance",
     tokens="computed_tokens - ledger_tokens",
     on=(ReportedCounts,),
+    unless=as_counted,
     message="The engine counts {computed_tokens} computed tokens for request {request} "
     "({instant}), but its hits, loads and scheduled tokens sum to {ledger_tokens}.",
     near_misses=(
@@ -241,6 +247,7 @@ def balance(entry: Entry) -> Iterator[Witness]:
     "tokens/unexplained-drop",
     tokens="ledger_tokens - computed_tokens",
     on=(ReportedCounts, StaleRejection),
+    unless=as_counted,
     message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
     "{computed_tokens} ({instant}), and no recorded event explains it.",
     near_misses=(
@@ -363,6 +370,7 @@ def turn_overcounted(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "tokens/beyond-sequence",
     on=(ReportedCounts,),
+    unless=as_counted,
     message="Request {request} has {computed_tokens} computed tokens, {in_flight_tokens} of them in "
     "flight ({instant}), but its sequence allows at most {limit_tokens} that are executed.",
     references=(VLLM_48245,),
@@ -404,6 +412,7 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
     "tokens/in-flight",
     tokens="in_flight_tokens - ledger_tokens",
     on=(ReportedCounts,),
+    unless=as_counted,
     message="The engine counts {in_flight_tokens} tokens in flight for request {request} "
     "({instant}), but {ledger_tokens} are scheduled and have no output yet.",
     references=(VLLM_57562,),

@@ -21,7 +21,7 @@ from ..journal.catalogue import left_out
 WORTH_BYTES = 8 << 20
 """Below this total size, reading takes less time than starting processes."""
 
-COLLECT_AFTER = 100_000
+COLLECT_AFTER = 500_000
 """New objects after which a process that only replays looks for reference cycles."""
 
 Item = TypeVar("Item")

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 from tests.golden.outputs import PRINTED, corpora, outputs, unpacked
 
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.checks.registry import catalogue
+from kvledger.audit.ledger.entries import Entry
+from kvledger.audit.replay.journals import audit_paths
+
 
 @pytest.mark.golden
 @pytest.mark.parametrize("corpus", corpora())
@@ -23,3 +28,27 @@ def test_commands_print_what_they_printed_before(
     before = {path.name: path.read_text() for path in (PRINTED / corpus).iterdir()}
 
     assert before == dict(outputs(corpus))
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("corpus", corpora())
+def test_checks_are_left_out_only_where_they_find_nothing(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked(tmp_path, corpus)
+    left_out: list[str] = []
+    check = Auditor.check
+
+    def noted(auditor: Auditor, entries: list[Entry]) -> object:
+        for entry in entries:
+            for row in catalogue().values():
+                on = type(entry.subject) in row.on and entry.account and entry.account.unknown is None
+                if on and row.unless is not None and row.unless(entry):
+                    left_out.append(row.id)
+                    assert [] == list(row.check(entry)), row.id
+        return check(auditor, entries)
+
+    monkeypatch.setattr(Auditor, "check", noted)
+    audit_paths([tmp_path / corpus])
+
+    assert left_out
