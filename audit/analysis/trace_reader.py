@@ -1,7 +1,8 @@
 """Reads the changes of a block trace from the events of one engine.
 
 The reader consists of plain data, so it can be kept between two parts of a journal. It holds the open
-requests only, so its memory is bounded.
+requests only, so its memory is bounded. Of an engine whose KV cache has several groups it follows the first
+group of full attention, and names what the other groups cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from .. import causes, pool_calls
 from .. import events as ev
 from ..ledger.blocks.pool import PoolContents, post
+from ..ledger.blocks.postings import pool_of
 from ..text import salt_name, session_of
 from .block_trace import (
     ADMIT,
@@ -23,6 +25,7 @@ from .block_trace import (
     EVICT,
     GROW,
     HIT,
+    IN_GROUP,
     RELEASE,
     RESET,
     UNNAMED,
@@ -32,6 +35,7 @@ from .block_trace import (
     RecordedRequest,
     TraceLife,
 )
+from .group_boundaries import Group, several_groups_of
 
 LEVELS = ("blocks", "content")
 """The levels that have what a trace needs."""
@@ -43,7 +47,11 @@ NEEDS_BLOCKS = "this command needs block events, which KVLEDGER_LEVEL=blocks rec
 
 
 class TraceReader(msgspec.Struct):
-    """Makes changes and requests from events."""
+    """Makes changes and requests from events.
+
+    An engine with several groups in one pool has a ``problem`` all the same: a pool of another size can't be
+    replayed from its changes. They tell of turns and prefixes.
+    """
 
     problem: str = ""
     """Why the engine has no block trace, behind the path of its journal; "": it has one so far."""
@@ -73,15 +81,19 @@ class TraceReader(msgspec.Struct):
     """The changes since :meth:`taken`."""
     ended: list[RecordedRequest] = []
     """The requests that ended since."""
+    group: int = 0
+    """The group that is followed."""
+    others: list[Group] = []
+    """The other groups that prefixes are cached in; [] in an engine with one group."""
 
     @property
     def stopped(self) -> bool:
         """Whether it reads no more events."""
-        return bool(self.problem)
+        return bool(self.problem) and not self.others
 
     def feed(self, event: ev.Event) -> None:
         """Read one event, in the journal's order."""
-        if not self.problem:
+        if not self.stopped:
             post(self, event, HANDLERS)
 
     def taken(self) -> tuple[list[Change], list[RecordedRequest]]:
@@ -146,15 +158,21 @@ class TraceReader(msgspec.Struct):
 
     def _pool(self, event: ev.PoolSeen) -> None:
         groups = [event.groups[i : i + 3] for i in range(0, len(event.groups), 3)]
+        several = None if event.pool else several_groups_of(pool_of(event))
         if event.pool or len(groups) != 1 or groups[0][2] != FULL_ATTENTION:
             self.problem = (
                 ": this command needs an engine with one KV cache group of full attention; this engine has "
                 f"{len(groups)} groups in a pool. `kvledger simulate --set num_gpu_blocks=N` runs its "
                 "requests on its scheduler with other numbers of blocks."
             )
-        elif not self.block_tokens:
-            self.block_tokens = groups[0][1]
+        if several is None:
+            self.others = []
+        if not self.block_tokens and (several is not None or not self.problem):
+            self.group, self.block_tokens, self.others = several or (groups[0][0], groups[0][1], [])
             self.blocks = event.blocks - (event.null_block >= 0)
+
+    def _follows(self, group: int) -> bool:
+        return not self.others or group == self.group
 
     def _gap(self, event: ev.Gap) -> None:
         if event.reason == ev.REMOVED and not self.changed and not self.changes:
@@ -250,7 +268,7 @@ class TraceReader(msgspec.Struct):
         return request
 
     def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        request = self._living(event.request, event.at)
+        request = self._living(event.request, event.at) if self._follows(event.group) else None
         if request is None:
             return
         cached, ids = self.contents.hashes, []
@@ -264,13 +282,13 @@ class TraceReader(msgspec.Struct):
         request.lives[request.life].hit_blocks = len(request.table)
 
     def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
-        for number, _, blocks in event.calls():
+        for number, group, blocks in event.calls():
             evicted = self.contents.allocate(number, blocks)
             request = self._living(number, event.at)
             if evicted:
                 life = -1 if request is None else request.life
                 self._add(event.at, EVICT, life, 0, [ids[-1] for _, ids in evicted])
-            if request is not None:
+            if request is not None and self._follows(group):
                 request.table += blocks
                 self._add(event.at, GROW, request.life, len(request.table))
 
@@ -278,15 +296,21 @@ class TraceReader(msgspec.Struct):
         if not self.block_tokens:
             return
         hashes, run, behind = self.contents.hashes, list[int](), (-1, -1)
-        for number, _, block, hash_id, end in self.contents.cached(event):
+        for number, group, block, hash_id, end in self.contents.cached(event):
             hashes[block] = (hash_id,)
             place, rest = divmod(end, self.block_tokens)
             request = self.requests.get(number)
-            if rest or request is None or not request.lives:
+            if request is None or not request.lives:
+                continue
+            life = request.life if request.life >= 0 else max(request.lives)
+            if not self._follows(group):
+                self._add(event.at, IN_GROUP, life, end, (group, hash_id))
+                behind = -1, -1
+                continue
+            if rest:
                 continue
             if (number, place - 1) != behind:  # the blocks of one call stand in a row
                 run = []
-                life = request.life if request.life >= 0 else max(request.lives)
                 self._add(event.at, CACHED, life, place - 1, run)
             run.append(hash_id)
             behind = number, place
@@ -301,9 +325,9 @@ class TraceReader(msgspec.Struct):
 
     def _reported(self, event: pool_calls.TablesReported) -> None:
         """Take the table of a request that was running before the trace began."""
-        for number, _, _, blocks in event.tables():
+        for number, group, _, blocks in event.tables():
             known = self.requests.get(number)
-            if blocks and known is not None and known.life < 0:
+            if blocks and self._follows(group) and known is not None and known.life < 0:
                 request = self._living(number, event.at)
                 assert request is not None
                 request.table = list(blocks)

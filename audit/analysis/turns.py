@@ -36,7 +36,6 @@ from .block_trace import (
     put,
 )
 from .group_boundaries import Group, lacking
-from .group_trace import GroupTraceReader
 from .trace_reader import TraceReader
 
 MOST_BLOCKS = 1 << 20
@@ -204,7 +203,7 @@ class TurnReader(msgspec.Struct):
             self.block_tokens = reader.block_tokens
             settings = reader.started.configuration if reader.started else {}
             self.external = bool(settings.get("connector"))
-            self.groups = reader.others if isinstance(reader, GroupTraceReader) else []
+            self.groups = reader.others
         if not self.block_tokens:
             return
         self.incomplete = self.incomplete or bool(reader.lost)
@@ -610,12 +609,12 @@ class LiveTurnState(msgspec.Struct):
     """Where the turns of an engine that is followed go on. ``sums``: of turns that follow another one."""
 
     sums: TurnCounts = msgspec.field(default_factory=TurnCounts)
-    reader: GroupTraceReader = msgspec.field(default_factory=GroupTraceReader)
+    reader: TraceReader = msgspec.field(default_factory=TraceReader)
     turns: TurnReader = msgspec.field(default_factory=lambda: TurnReader(most=MOST_LIVE_BLOCKS))
 
     def end(self) -> None:
         """The engine has ended: only the counts stay."""
-        self.reader, self.turns = GroupTraceReader(), TurnReader(most=MOST_LIVE_BLOCKS)
+        self.reader, self.turns = TraceReader(), TurnReader(most=MOST_LIVE_BLOCKS)
 
     def feed(self, event: Event) -> None:
         """Read one event."""

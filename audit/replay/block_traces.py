@@ -149,12 +149,12 @@ class RecordedBlocks:
         """The changes before ``position``."""
         return ()
 
-    def read(self) -> None:
-        """Read the journal to its end."""
+    def read(self, *, groups: bool = True) -> None:
+        """Read the journal to its end; ``groups``: also that of an engine with several KV cache groups."""
         with Reader(self.path, self._position) as journal:
             for batch in journal.poll():
                 self.feed(batch.events)
-                if self.reader.stopped:
+                if self.reader.stopped or (self.reader.problem and not groups):
                     break
 
     def feed(self, events: Iterable[Event]) -> None:
@@ -217,7 +217,7 @@ def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
         builder.add(some)
         trie.add(some)
     trace = builder.trace(described, recorded.whole())
-    others = getattr(recorded.reader, "others", ())
+    others = recorded.reader.others
     limited = [f"a hit also needs {len(others)} other KV cache groups at its end"] if others else []
     return list(trie.prefixes(trace, builder.first)), [*trace.doubts, *limited]
 
@@ -225,8 +225,7 @@ def block_prefixes(recorded: RecordedBlocks) -> tuple[list[Prefix], list[str]]:
 def block_turns(recorded: RecordedBlocks) -> tuple[list[Turn], list[str]]:
     """The turns of the requests that have ended, and what they may lack.
 
-    Raises LedgerError if the engine has no block trace, and no groups that a :class:`GroupTraceReader` can
-    read.
+    Raises LedgerError if the engine has no block trace, and no groups that a :class:`TraceReader` can read.
     """
     if recorded.reader.stopped or not recorded.reader.block_tokens:
         recorded.described()

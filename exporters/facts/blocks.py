@@ -15,7 +15,7 @@ import msgspec
 from ...audit import events as ev
 from ...audit.analysis.block_states import BLOCK_EVENTS, STATES, BlockStates, BlockUse, Quantiles
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
-from ...audit.analysis.group_trace import GroupTraceReader
+from ...audit.analysis.trace_reader import TraceReader
 from ...audit.analysis.turns import MOST_LIVE_BLOCKS, Past, Turn, TurnReader
 from ...audit.figures.labels import LABELS, is_number
 from ...audit.replay.engine_audit import EngineAudit
@@ -72,7 +72,7 @@ def put(buckets: dict[Key, Bucket], key: Key, bucket: Bucket) -> None:
 class BlockState(msgspec.Struct):
     """Where the rows of a journal go on. It consists of plain data, so a session can hold it."""
 
-    reader: GroupTraceReader = msgspec.field(default_factory=GroupTraceReader)
+    reader: TraceReader = msgspec.field(default_factory=TraceReader)
     states: BlockStates = msgspec.field(default_factory=BlockStates)
     turns: TurnReader = msgspec.field(default_factory=lambda: TurnReader(most=MOST_LIVE_BLOCKS))
     place: int = -1
@@ -83,7 +83,7 @@ def layout() -> str:
     """A checksum of what a :class:`BlockState` has, and of the columns of the tables."""
     kinds = (
         BlockState,
-        GroupTraceReader,
+        TraceReader,
         RecordedRequest,
         TraceLife,
         BlockStates,

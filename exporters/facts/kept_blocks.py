@@ -12,7 +12,6 @@ from typing import Any
 
 from ...audit.analysis.block_states import BlockStates, BlockUse
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
-from ...audit.analysis.group_trace import GroupTraceReader
 from ...audit.analysis.step_times import StepTimes
 from ...audit.errors import JournalError, LedgerError
 from ...audit.journal.folder import read
@@ -38,9 +37,8 @@ def recorded_blocks(path: Path, *, groups: bool = False, turns: bool = False) ->
     """
     session = find(path)
     if session is None:
-        reader = GroupTraceReader() if groups or turns else None
-        recorded = RecordedBlocks(path, reader, steps=StepTimes() if turns else None)
-        recorded.read()
+        recorded = RecordedBlocks(path, steps=StepTimes() if turns else None)
+        recorded.read(groups=groups or turns)
         return recorded
     state = _state(path, session)
     kept = KeptBlocks(path, session, state)

@@ -310,8 +310,22 @@ def post(reader: Any, event: ev.Event, handlers: Mapping[type[ev.Event], Callabl
     return handler is not None
 
 
-def calls(event: ev.PoolCalls) -> Iterator[ev.Event]:
-    """The calls in order, as events that the ledger of blocks posts."""
+_last_split: tuple[ev.PoolCalls | None, list[ev.Event]] = (None, [])
+"""The event that was split last, and its calls: the ledger and the observers of an audit read one event in
+turn, so it is split once for all of them."""
+
+
+def calls(event: ev.PoolCalls) -> list[ev.Event]:
+    """The calls in order, as events that the ledger of blocks posts. All readers share them, unchanged."""
+    global _last_split
+    last, split = _last_split
+    if last is not event:
+        split = list(_split(event))
+        _last_split = event, split
+    return split
+
+
+def _split(event: ev.PoolCalls) -> Iterator[ev.Event]:
     at, step, stack, rows = event.at, event.step, event.stack, ev.numbers(event.rows)
     start = 0
     while start < len(rows):

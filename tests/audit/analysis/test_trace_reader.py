@@ -6,7 +6,7 @@ import pytest
 
 from kvledger.audit import events as ev
 from kvledger.audit.analysis.group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group
-from kvledger.audit.analysis.group_trace import GroupTraceReader
+from kvledger.audit.analysis.trace_reader import TraceReader
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def pool(groups: list[int], windows: list[int], number: int = 0) -> ev.PoolSeen:
     ],
 )
 def test_groups_are_read_beside_the_first_of_full_attention(event: ev.PoolSeen, others: list[Group]) -> None:
-    reader = GroupTraceReader()
+    reader = TraceReader()
     reader.feed(event)
 
     assert others == reader.others
@@ -57,7 +57,7 @@ def test_groups_are_read_beside_the_first_of_full_attention(event: ev.PoolSeen, 
 
 
 def test_a_second_pool_can_not_be_read() -> None:
-    reader = GroupTraceReader()
+    reader = TraceReader()
     reader.feed(pool([0, 16, 2, 1, 16, 1], [1, 64, 0]))
     reader.feed(pool([2, 16, 2], [], 1))
 

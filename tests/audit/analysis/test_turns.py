@@ -16,7 +16,7 @@ from kvledger.audit.analysis.block_trace import (
     RecordedRequest,
     TraceLife,
 )
-from kvledger.audit.analysis.group_trace import GroupTraceReader
+from kvledger.audit.analysis.trace_reader import TraceReader
 from kvledger.audit.analysis.turns import Turn, TurnReader, across_engines
 
 SIZE = 10
@@ -113,4 +113,4 @@ def test_turns_of_one_session_are_numbered_over_engines() -> None:
 def test_requests_of_which_no_pool_was_seen_have_no_turns() -> None:
     requests = [request(0, 0), request(1, 9_000_000, prompt=58)]
 
-    assert [] == list(TurnReader().read(GroupTraceReader(), [], requests, ("engine", "journal")))
+    assert [] == list(TurnReader().read(TraceReader(), [], requests, ("engine", "journal")))
