@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from operator import sub
 from typing import Literal
 
+import msgspec
+
 from .. import causes
 from .account import Account, Life
 
@@ -24,21 +26,20 @@ _PLACE = {cause: place for place, cause in enumerate(causes.QUEUE)}
 _NEXT_STEP, _UNKNOWN = _PLACE[causes.QUEUED_NEXT_STEP], _PLACE[causes.QUEUED_UNKNOWN]
 
 
-class QueueClock:
+class QueueClock(msgspec.Struct):
     """Microseconds since the journal's beginning by cause, in the order of ``causes.QUEUE``."""
 
-    def __init__(self) -> None:
-        self.recorded = False
-        """Whether the observer records what ended the admissions of steps."""
-        self.cause = causes.QUEUED_UNKNOWN
-        """The cause that holds now."""
-        self.since = 0
-        """Since when it holds."""
-        self.spent = [0] * len(_PLACE)
-        """The time of each cause until then."""
-        self.waiting: dict[int, int | tuple[int, ...]] = {}
-        """By request without an admission: the reading from which its time counts. Until a step has left it
-        waiting, the time of its arrival; from then on the time between is a part of the next step's."""
+    recorded: bool = False
+    """Whether the observer records what ended the admissions of steps."""
+    cause: str = causes.QUEUED_UNKNOWN
+    """The cause that holds now."""
+    since: int = 0
+    """Since when it holds."""
+    spent: list[int] = msgspec.field(default_factory=lambda: [0] * len(_PLACE))
+    """The time of each cause until then."""
+    waiting: dict[int, int | tuple[int, ...]] = {}
+    """By request without an admission: the reading from which its time counts. Until a step has left it
+    waiting, the time of its arrival; from then on the time between is a part of the next step's."""
 
     def _read(self, at: int) -> list[int]:
         reading = list(self.spent)
@@ -98,16 +99,15 @@ _MODULUS = (1 << 63) - 1
 """Readings begin again at 2 to the power of 63, so that a checkpoint can hold them."""
 
 
-class StepClock:
+class StepClock(msgspec.Struct):
     """The time that one token of each step took, added up."""
 
-    def __init__(self) -> None:
-        self.reading = 0
-        """The sum up to the last change."""
-        self.since = 0
-        """The time of the last change."""
-        self.tokens = 0
-        """The tokens of the present step."""
+    reading: int = 0
+    """The sum up to the last change."""
+    since: int = 0
+    """The time of the last change."""
+    tokens: int = 0
+    """The tokens of the present step."""
 
     def read(self, at: int) -> int:
         """The sum up to ``at``."""

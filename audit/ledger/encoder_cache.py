@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 
 class EncoderInput(NamedTuple):
     """One encoder input of a request: identity, first position, positions, and embeddings."""
@@ -19,24 +21,23 @@ class EncoderInput(NamedTuple):
         return self.start + self.positions
 
 
-class EncoderCache:
+class EncoderCache(msgspec.Struct):
     """The encoder cache of one engine, by identity of the input. Sizes are embeddings."""
 
-    def __init__(self) -> None:
-        self.size = -1
-        """The size of the cache; -1: not known."""
-        self.shared = True
-        """Whether outputs stay for later requests."""
-        self.loads = False
-        """Whether a connector may load outputs."""
-        self.entries: dict[int, int] = {}
-        """Embeddings of each cached output; -1: not known."""
-        self.at_workers: dict[int, None] = {}
-        """The outputs that workers have, or may have."""
-        self.readers: dict[int, dict[int, None]] = {}
-        """Numbers of the requests that have read an output, by identity."""
-        self.budget_differs = False
-        """Whether the engine's count of free embeddings differed when it was last seen."""
+    size: int = -1
+    """The size of the cache; -1: not known."""
+    shared: bool = True
+    """Whether outputs stay for later requests."""
+    loads: bool = False
+    """Whether a connector may load outputs."""
+    entries: dict[int, int] = {}
+    """Embeddings of each cached output; -1: not known."""
+    at_workers: dict[int, None] = {}
+    """The outputs that workers have, or may have."""
+    readers: dict[int, dict[int, None]] = {}
+    """Numbers of the requests that have read an output, by identity."""
+    budget_differs: bool = False
+    """Whether the engine's count of free embeddings differed when it was last seen."""
 
     def forget(self) -> None:
         """Events were lost: what the cache holds is not known until the next segment."""

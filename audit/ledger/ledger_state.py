@@ -112,26 +112,25 @@ class LedgerSums(Sums):
 # What the ledger keeps of the contents of blocks: who seals them, and which were found changed.
 
 
-class ContentState:
+class ContentState(msgspec.Struct):
     """What decides how the contents of one engine's blocks are judged."""
 
-    def __init__(self) -> None:
-        self.watches = False
-        """Whether some worker seals its blocks."""
-        self.workers: dict[int, bool] = {}
-        """The workers that seal their blocks."""
-        self.block_tokens: dict[int, int] = {}
-        """Tokens per block, by checked group."""
-        self.excluded: list[str] = []
-        """Why some groups, or all, are not checked."""
-        self.changed: dict[int, int] = {}
-        """Blocks whose bytes were found changed, with the step."""
-        self.promised: dict[int, int] = {}
-        """Blocks that a connector promised to fill, with the step of the promise."""
-        self.promised_in_part: dict[int, int] = {}
-        """Blocks of which a connector promised to fill the beginning: the request computes the rest."""
-        self.loading_requests: dict[int, int] = {}
-        """Requests that were promised external tokens, with the step, where the blocks are not known."""
+    watches: bool = False
+    """Whether some worker seals its blocks."""
+    workers: dict[int, bool] = {}
+    """The workers that seal their blocks."""
+    block_tokens: dict[int, int] = {}
+    """Tokens per block, by checked group."""
+    excluded: list[str] = []
+    """Why some groups, or all, are not checked."""
+    changed: dict[int, int] = {}
+    """Blocks whose bytes were found changed, with the step."""
+    promised: dict[int, int] = {}
+    """Blocks that a connector promised to fill, with the step of the promise."""
+    promised_in_part: dict[int, int] = {}
+    """Blocks of which a connector promised to fill the beginning: the request computes the rest."""
+    loading_requests: dict[int, int] = {}
+    """Requests that were promised external tokens, with the step, where the blocks are not known."""
 
     def watched(self, event: ev.ContentWatched) -> None:
         """A worker introduces its watch."""
@@ -191,21 +190,20 @@ class Computation(NamedTuple):
     sketch: str
 
 
-class SketchState:
+class SketchState(msgspec.Struct):
     """The last computation of each block hash. Plain data only."""
 
-    def __init__(self) -> None:
-        self.key_name = ""
-        """The function and key of the sketches; others can't be compared."""
-        self.projections = 0
-        """Numbers of a sketch for each part of a block."""
-        self.kept: dict[tuple[int, int, int], tuple[int, int, int, str, str]] = {}
-        """By hash id, worker and group: the last :class:`Computation`."""
-        self.digits = 0
-        """Digits of these sketches."""
-        self.waiting: dict[tuple[int, int], list[tuple[int, int, int, int, str]]] = {}
-        """By pool and block: computations of a block without a hash, one for each worker: worker, group,
-        steps of allocation and computation, sketch."""
+    key_name: str = ""
+    """The function and key of the sketches; others can't be compared."""
+    projections: int = 0
+    """Numbers of a sketch for each part of a block."""
+    kept: dict[tuple[int, int, int], tuple[int, int, int, str, str]] = {}
+    """By hash id, worker and group: the last :class:`Computation`."""
+    digits: int = 0
+    """Digits of these sketches."""
+    waiting: dict[tuple[int, int], list[tuple[int, int, int, int, str]]] = {}
+    """By pool and block: computations of a block without a hash, one for each worker: worker, group,
+    steps of allocation and computation, sketch."""
 
     def keep(self, key: tuple[int, int, int], computed: Computation) -> None:
         """Keep a computation in place of the one before."""
@@ -269,27 +267,26 @@ class ForeignLoad(NamedTuple):
     counted_as: str
 
 
-class CustodyState:
+class CustodyState(msgspec.Struct):
     """Transfers of one engine's blocks, by block hash. All attributes are plain data."""
 
-    def __init__(self) -> None:
-        self.key_name = ""
-        """The function and key of the fingerprints; others can't be compared."""
-        self.stored: dict[tuple[int, int, int], list[Stored]] = {}
-        """By hash id, worker and group: what was handed to the store. Fingerprints are hexadecimal digits."""
-        self.digits = 0
-        """Digits of these fingerprints."""
-        self.waiting: dict[tuple[int, int, int], list[tuple[int, int, int, bool, bool, str]]] = {}
-        """By pool, block and worker: transfers of a block without a hash: step of the block's allocation,
-        group, step of the transfer, whether it was stored, whether the store is the engine's own,
-        fingerprints."""
-        self.fleet_store = False
-        """Whether nothing but engines with the same key writes to the store."""
-        self.foreign: list[tuple[int, int, int, int, int, int, int, str, str, str]] = []
-        """Loads to be compared with what other engines stored, each a :class:`ForeignLoad`; only with
-        ``fleet_store``."""
-        self.foreign_digits = 0
-        """Digits of their fingerprints."""
+    key_name: str = ""
+    """The function and key of the fingerprints; others can't be compared."""
+    stored: dict[tuple[int, int, int], list[Stored]] = {}
+    """By hash id, worker and group: what was handed to the store. Fingerprints are hexadecimal digits."""
+    digits: int = 0
+    """Digits of these fingerprints."""
+    waiting: dict[tuple[int, int, int], list[tuple[int, int, int, bool, bool, str]]] = {}
+    """By pool, block and worker: transfers of a block without a hash: step of the block's allocation,
+    group, step of the transfer, whether it was stored, whether the store is the engine's own,
+    fingerprints."""
+    fleet_store: bool = False
+    """Whether nothing but engines with the same key writes to the store."""
+    foreign: list[tuple[int, int, int, int, int, int, int, str, str, str]] = []
+    """Loads to be compared with what other engines stored, each a :class:`ForeignLoad`; only with
+    ``fleet_store``."""
+    foreign_digits: int = 0
+    """Digits of their fingerprints."""
 
     def keep(self, key: tuple[int, int, int], stored: Stored) -> None:
         """Keep what is known of a block that was handed to the store."""

@@ -48,11 +48,9 @@ from ..ledger.account import (
 )
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.pool import Absent, LifeLacks, Pool, PoolContents
-from ..ledger.clocks import QueueClock, StepClock
-from ..ledger.encoder_cache import EncoderCache, EncoderInput
+from ..ledger.encoder_cache import EncoderInput
 from ..ledger.kv_events import Change, KVComparison, KVEvent, NotAnnounced, NotInCache, StreamGap
 from ..ledger.ledger import Ledger
-from ..ledger.ledger_state import ContentState, CustodyState, SketchState
 from ..ledger.transfers import Promise, WorkerTransfers
 from ..ledger.weights import Weights
 from .engine_audit import EngineAudit
@@ -70,12 +68,6 @@ OBJECTS: tuple[type, ...] = (
     Ledger,
     BlockLedger,
     WorkerTransfers,
-    ContentState,
-    CustodyState,
-    SketchState,
-    EncoderCache,
-    QueueClock,
-    StepClock,
     Weights,
     WorkerJournals,
     Promise,
@@ -138,12 +130,6 @@ REBUILT: dict[type, frozenset[str]] = {
     Ledger: frozenset({"keep_closed", "watch", "counted", "wanted", "entries"}),
     BlockLedger: frozenset({"findings", "requests", "removed_kept", "refilled", "invalid_hits"}),
     WorkerTransfers: frozenset(),
-    ContentState: frozenset(),
-    CustodyState: frozenset(),
-    SketchState: frozenset(),
-    EncoderCache: frozenset(),
-    QueueClock: frozenset(),
-    StepClock: frozenset(),
     RecordedEvents: frozenset(
         {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
     ),
@@ -207,7 +193,7 @@ class OtherLayout(LedgerError):
 @cache
 def layout() -> str:
     """The schema, and a checksum over the names of all classes and attributes that are written."""
-    names = [(kind.__name__, attributes(kind)) for kind in OBJECTS], [kind.__name__ for kind in STRUCTS]
+    names = [(kind.__name__, attributes(kind)) for kind in (*OBJECTS, *STRUCTS, *_typed_by_owner())]
     return f"{SCHEMA}.{crc32(repr(names).encode()):08x}"
 
 
@@ -216,8 +202,16 @@ def attributes(kind: type) -> tuple[str, ...]:
     """The names of the attributes of ``kind`` that are written, in their order."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
+    if issubclass(kind, tuple):
+        return tuple(kind.__annotations__)
     every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
     return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
+
+
+def _typed_by_owner() -> list[type]:
+    """The structs that constructors put into attributes."""
+    found = (getattr(make(), name) for kind, make in _BLANK.items() for name in attributes(kind))
+    return [type(one) for one in found if isinstance(one, msgspec.Struct)]
 
 
 _BLANK: dict[type, Callable[[], Any]] = {
@@ -227,12 +221,6 @@ _BLANK: dict[type, Callable[[], Any]] = {
     Ledger: Ledger,
     BlockLedger: BlockLedger,
     WorkerTransfers: WorkerTransfers,
-    ContentState: ContentState,
-    CustodyState: CustodyState,
-    SketchState: SketchState,
-    EncoderCache: EncoderCache,
-    QueueClock: QueueClock,
-    StepClock: StepClock,
     Weights: Weights,
     WorkerJournals: lambda: WorkerJournals(Path()),
     RecordedEvents: lambda: RecordedEvents(Path()),
