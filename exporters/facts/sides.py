@@ -137,7 +137,7 @@ def side_at(paths: Sequence[Path], window: Window, run: Run) -> Side:
             resets=resets,
             work=sum((each.sums.work for each in steps), Work()),
             busy_us=sum(each.sums.busy_us for each in steps),
-            models=[each.model for each in steps if not each.model.refused],
+            models=[model for model in (each.model for each in steps) if not model.refused],
             levels=sorted({audit.engine.level for audit in engines if audit.engine}),
         )
     side.findings = Counter({row.id: row.findings for row in side.audit.found})

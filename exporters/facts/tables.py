@@ -102,6 +102,10 @@ class Facts:
         """Of which invariants of which journals not all findings are rows."""
         return [f"{engine.journal}: {words}" for engine in self.engines for words in engine.cut]
 
+    def mount_sums(self) -> None:
+        """Make the tables of sums by the hour."""
+        mount_sums(self._connection)
+
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """The rows of a query. Raises LedgerError for one that DuckDB refuses, or that is not one SELECT."""
         return self.answer(query)[1]
@@ -174,6 +178,7 @@ def mount(
     """Make the tables of files that were replayed for the ``window``, kept, and exported.
 
     The schema :data:`KEPT` has the sums by the hour that were kept, and :data:`REST` the rows that they lack.
+    :func:`mount_sums` adds both up.
     """
     connection.execute("CREATE SCHEMA kept; CREATE SCHEMA rest")
     for name, columns in TABLES.items():
@@ -181,18 +186,29 @@ def mount(
         parts = [_select(connection, columns, files[name])] if files.get(name) else []
         if exported and exported.get(name):
             parts.append(_select(connection, columns, exported[name]) + inside)
-        for place, chosen in (("", [one.files for one in kept]), (REST, [one.rest for one in kept])):
-            rows = _kept(connection, name, columns, kept, chosen, inside)
-            _view(connection, place + name, columns, parts + rows)
+        rows = _kept(connection, name, columns, kept, [one.files for one in kept], inside)
+        _view(connection, name, columns, parts + rows)
+        if name in _SUMMED:
+            rows = _kept(connection, name, columns, kept, [one.rest for one in kept], inside)
+            _view(connection, REST + name, columns, parts + rows)
     for table in HOURLY.values():
         inside = _whole_hours(window)
         parts = _kept(connection, table.name, table.columns, kept, [one.files for one in kept], inside)
         _view(connection, KEPT + table.name, table.columns, parts)
+
+
+def mount_sums(connection: Any) -> None:
+    """Make the tables of sums by the hour, of those that were kept and of all other rows.
+
+    DuckDB takes as long to bind these as all other tables, and only SQL that names them needs them.
+    """
+    for table in HOURLY.values():
         both = f"{query_of(table, REST)} UNION ALL SELECT * FROM {KEPT}{table.name}"
         connection.execute(f"CREATE VIEW {table.name} AS {added_up(table, both)}")
 
 
 KEPT, REST = "kept.", "rest."
+_SUMMED = ("requests", *(table.of for table in HOURLY.values()))
 
 MEMORY = "1GB"
 """What a query may use before it writes to a folder."""
@@ -218,7 +234,12 @@ def lock(connection: Any) -> None:
 
 
 def _view(connection: Any, name: str, columns: Sequence[Column], parts: Sequence[str]) -> None:
-    connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts or [_empty(columns)])}")
+    """The rows of a table, from all parts. One without rows is an empty table, which DuckDB makes faster."""
+    if parts:
+        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(parts)}")
+    else:
+        typed = ", ".join(f"{column.name} {SQL_TYPES[column.kind]}" for column in columns)
+        connection.execute(f"CREATE TABLE {name} ({typed})")
 
 
 def _kept(
@@ -253,11 +274,6 @@ def _select(
 
 
 _numbers = itertools.count()
-
-
-def _empty(columns: Sequence[Column]) -> str:
-    typed = ", ".join(f"CAST(NULL AS {SQL_TYPES[column.kind]}) AS {column.name}" for column in columns)
-    return f"SELECT {typed} WHERE false"
 
 
 def _inside(columns: Sequence[Column], window: Window) -> str:

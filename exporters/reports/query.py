@@ -34,6 +34,7 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
     with facts(
         paths, window=window, run=run, wanted=Wanted(checks=True, activity=True, blocks=True)
     ) as found:
+        found.mount_sums()
         columns, rows = found.answer(sql)
         missing = [*found.notes, *(found.cut if "findings" in sql.lower() else ())]
         return Answered(columns=columns, rows=[list(row) for row in rows], notes=missing)
