@@ -221,7 +221,8 @@ class Expected:
                 yield "unknown", f"{name}: {'no account' if statement is None else statement.unknown}"
                 continue
             figures = ledger_figures(statement)
-            if account.sequence_tokens not in (None, statement.sequence_tokens):
+            # Of a session, some releases keep a token past the stop of its last turn.
+            if not account.resumable and account.sequence_tokens not in (None, statement.sequence_tokens):
                 ends = f"{statement.sequence_tokens} in the ledger, {account.sequence_tokens} in the engine"
                 yield "sequence_tokens", f"{name}: {ends}"
             for figure, expected in compared(account.figures()).items():

@@ -29,7 +29,7 @@ PLACEHOLDER_LEAK = Case(
         "output placeholders of r1 when nothing is in flight",
         "tokens/in-flight",
     ),
-    ("0.12.0", "0.32.0", "0.33.0"),
+    ("0.32.0", "0.33.0"),
 )
 
 NEGATIVE_LOCAL_HIT = Case(

@@ -47,7 +47,7 @@ PLACEHOLDER_LEAK = Case(
         r1=Request(prompt=(("a", 200),), max_tokens=2, answers=(160,)),
     ),
     Check("placeholders", "r1", 1, 0, "output placeholders of r1 at its end", "tokens/in-flight"),
-    ("0.12.0", "0.32.0", "0.33.0"),
+    ("0.32.0", "0.33.0"),
 )
 
 NEGATIVE_LOCAL_HIT = Case(
@@ -107,7 +107,7 @@ LOAD_ROUNDED_UP = Case(
         "computed tokens of r1 before its last step",
         "tokens/balance",
     ),
-    ("0.12.0", "0.17.0"),
+    ("0.17.0",),
     "0.18.1",
 )
 
