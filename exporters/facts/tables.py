@@ -198,7 +198,7 @@ def mount(
 
 
 def mount_sums(connection: Any) -> None:
-    """Make the tables of sums by the hour, of those that were kept and of all other rows.
+    """Make the tables of sums by the hour: the sums that were kept, and those of the rows that they lack.
 
     DuckDB takes as long to bind these as all other tables, and only SQL that names them needs them.
     """
