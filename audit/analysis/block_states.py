@@ -11,16 +11,17 @@ in buckets that are 9 % wide, so memory does not grow with the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from typing import Any
 
 import msgspec
 
-from .. import causes, pool_calls
+from .. import causes
 from .. import events as ev
 from ..figures.sums import Sums
-from ..ledger.blocks.pool import post
+from ..ledger.blocks import contents
+from ..ledger.blocks.contents import CONTENT_EVENTS, Change
 
 STATES = ("running", "cached", "empty", "unknown")
 
@@ -163,12 +164,20 @@ class BlockStates(msgspec.Struct):
     allocations: int = 0
     """Blocks that were allocated; unlike ``use.allocated`` it is never taken."""
 
-    def feed(self, event: ev.Event) -> Occupancy | None:
-        """Read one event; returns the new occupancy if the event is about blocks."""
-        if type(event) not in BLOCK_EVENTS:
+    def feed(self, event: ev.Event, changes: Sequence[Change]) -> Occupancy | None:
+        """Read one event and its ``changes``; returns the new occupancy if the event is about blocks."""
+        kind = type(event)
+        if kind not in CONTENT_EVENTS:
             return None
         self.ended, self.idle_seconds = [], []
-        post(self, event, _HANDLERS)
+        if type(event) is ev.PoolSeen:
+            self._seen(event)
+        elif type(event) is ev.BlockStatesReported:
+            self._states(event)
+        for change in changes:
+            handler = _CHANGES.get(change.kind)
+            if handler is not None and (change.pool in self.pools or change.kind == contents.LOST):
+                handler(self, self.pools.get(change.pool), change)
         return self._occupancy(event.at) if self.pools else None
 
     def taken(self) -> BlockUse:
@@ -193,52 +202,52 @@ class BlockStates(msgspec.Struct):
             self.use.blocks += blocks
         pool.free = event.free_blocks
 
-    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
+    def _states(self, event: ev.BlockStatesReported) -> None:
         pool = self.pools.get(event.pool)
         if pool is None:
             return
-        for _, _, blocks in event.calls():
-            for block in blocks:
-                if block != pool.null:
-                    self._leave(pool, block, event.at, causes.EVICTED, free=True)
-                    self._know(pool, block)
-                    pool.references[block] = 1
-                    pool.free -= 1
-                    self.use.allocated += 1
-                    self.allocations += 1
+        for block, state in enumerate(event.states, event.first):
+            if block != pool.null and block not in pool.references:
+                self._know(pool, block)
+                pool.references[block] = state >> 3
+        if event.free_blocks >= 0:
+            pool.free = event.free_blocks
 
-    def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        for block, references in zip(event.blocks, event.references, strict=True):
-            if block == pool.null:
-                continue
+    # --- changes --------------------------------------------------------------------------------------
+
+    def _allocated(self, pool: _Pool, change: Change) -> None:
+        for block in change.blocks:
+            self._leave(pool, block, change.at, causes.EVICTED, free=True)
+            self._know(pool, block)
+            pool.references[block] = 1
+        count = len(change.blocks)
+        pool.free -= count
+        self.use.allocated += count
+        self.allocations += count
+
+    def _touched(self, pool: _Pool, change: Change) -> None:
+        for block, references in zip(change.blocks, change.numbers, strict=True):
             stay = pool.stays.get(block)
             if references == 1:
                 pool.free -= 1
                 pool.cached -= stay is not None
                 self._know(pool, block)
             pool.references[block] = references
-            if event.request < 0:
+            if change.request < 0:
                 continue
             self.use.hits += 1
-            if stay is not None:
-                stay.hits += 1
-                if references == 1 and stay.released_at >= 0:
-                    idle = (event.at - stay.released_at) / 1e6
-                    self.idle_seconds.append(idle)
-                    if self.distributed:
-                        self.use.reuse_seconds.add(idle)
-                        self.use.reuse_blocks.add(self.allocations - stay.released_after)
+            if stay is None:
+                stay = pool.stays[block] = Stay(change.pool, block, -1, -1)
+            stay.hits += 1
+            if references == 1 and stay.released_at >= 0:
+                idle = (change.at - stay.released_at) / 1e6
+                self.idle_seconds.append(idle)
+                if self.distributed:
+                    self.use.reuse_seconds.add(idle)
+                    self.use.reuse_blocks.add(self.allocations - stay.released_after)
 
-    def _freed(self, event: pool_calls.BlocksFreed) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        for block, references in zip(event.blocks, event.references, strict=True):
-            if block == pool.null:
-                continue
+    def _freed(self, pool: _Pool, change: Change) -> None:
+        for block, references in zip(change.blocks, change.numbers, strict=True):
             pool.references[block] = references
             if references:
                 continue
@@ -246,49 +255,45 @@ class BlockStates(msgspec.Struct):
             stay = pool.stays.get(block)
             if stay is not None:
                 pool.cached += 1
-                stay.released_at = event.at
+                stay.released_at = change.at
                 stay.released_after = self.allocations
 
-    def _cached(self, event: ev.BlocksCached) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        for request, _, _, blocks, _, _ in event.calls():
-            for block in blocks:
-                if block not in pool.stays:
-                    pool.stays[block] = Stay(event.pool, block, request, event.at)
-                    self.use.cached += 1
-                    pool.cached += pool.references.get(block, 1) == 0
-
-    def _evicted(self, event: ev.BlocksEvicted) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is not None:
-            for block in event.blocks:
-                self._leave(pool, block, event.at, DROPPED, free=not pool.references.get(block, 1))
-
-    def _reset(self, event: ev.PoolReset) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is not None and event.succeeded:
-            for block in list(pool.stays):
-                self._leave(pool, block, event.at, causes.RESET, free=not pool.references.get(block, 1))
-            pool.unknown = 0
-
-    def _states(self, event: ev.BlockStatesReported) -> None:
-        pool = self.pools.get(event.pool)
-        if pool is None:
-            return
-        for block, state in enumerate(event.states, event.first):
-            if block == pool.null or block in pool.references:
+    def _cached(self, pool: _Pool, change: Change) -> None:
+        for block in change.blocks:
+            stay = pool.stays.get(block)
+            if stay is None:
+                pool.stays[block] = Stay(change.pool, block, change.request, change.at)
+                pool.cached += pool.references.get(block, 1) == 0
+            elif stay.cached_at >= 0:
                 continue
-            self._know(pool, block)
-            pool.references[block] = state >> 3
-            if state & 2 and not state >> 3:
-                pool.stays[block] = Stay(event.pool, block, -1, -1)
-                pool.cached += 1
-        if event.free_blocks >= 0:
-            pool.free = event.free_blocks
+            else:
+                stay.request, stay.cached_at = change.request, change.at
+            self.use.cached += 1
 
-    def _gap(self, event: ev.Gap) -> None:
+    def _reported(self, pool: _Pool, change: Change) -> None:
+        for block in change.blocks:
+            if block not in pool.stays:
+                pool.stays[block] = Stay(change.pool, block, -1, -1)
+                pool.cached += not pool.references.get(block, 1)
+
+    def _moved(self, pool: _Pool, change: Change) -> None:
+        source, target = change.blocks
+        stay = pool.stays.pop(source, None)
+        if stay is not None:
+            pool.cached += (not pool.references.get(target, 1)) - (not pool.references.get(source, 1))
+            stay.block = target
+            pool.stays[target] = stay
+
+    def _evicted(self, pool: _Pool, change: Change) -> None:
+        for block in change.blocks:
+            self._leave(pool, block, change.at, DROPPED, free=not pool.references.get(block, 1))
+
+    def _reset(self, pool: _Pool, change: Change) -> None:
+        for block in list(pool.stays):
+            self._leave(pool, block, change.at, causes.RESET, free=not pool.references.get(block, 1))
+        pool.unknown = 0
+
+    def _lost(self, _: _Pool, __: Change) -> None:
         self.pools.clear()
         self.use.blocks = 0
 
@@ -336,17 +341,14 @@ class BlockStates(msgspec.Struct):
         return Occupancy(at, now["running"], cached, now["empty"], unknown, since[0], since[1], since[2])
 
 
-_HANDLERS: dict[type[ev.Event], Callable[[BlockStates, Any], None]] = {
-    ev.PoolSeen: BlockStates._seen,
-    ev.BlocksCached: BlockStates._cached,
-    ev.BlocksEvicted: BlockStates._evicted,
-    ev.PoolReset: BlockStates._reset,
-    ev.BlockStatesReported: BlockStates._states,
-    ev.Gap: BlockStates._gap,
-    pool_calls.BlocksAllocated: BlockStates._allocated,
-    pool_calls.BlocksTouched: BlockStates._touched,
-    pool_calls.BlocksFreed: BlockStates._freed,
+_CHANGES: dict[int, Callable[[BlockStates, Any, Change], None]] = {
+    contents.ALLOCATED: BlockStates._allocated,
+    contents.HIT: BlockStates._touched,
+    contents.CACHED: BlockStates._cached,
+    contents.FREED: BlockStates._freed,
+    contents.EVICTED: BlockStates._evicted,
+    contents.RESET: BlockStates._reset,
+    contents.MOVED: BlockStates._moved,
+    contents.REPORTED: BlockStates._reported,
+    contents.LOST: BlockStates._lost,
 }
-
-BLOCK_EVENTS: frozenset[type[ev.Event]] = frozenset({ev.PoolCalls, *_HANDLERS})
-"""The types of events that :meth:`BlockStates.feed` reads."""

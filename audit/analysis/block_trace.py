@@ -49,10 +49,6 @@ RESET after the weights changed :data:`AFTER_WEIGHTS`. The time is in microsecon
 AFTER_WEIGHTS = 1
 """The number of a RESET after the weights changed."""
 
-UNNAMED = -(1 << 63)
-"""Content whose hash id is not known has one of the numbers behind this. Hash ids are keyed hashes of 64
-bits: that one has such a number is as improbable as that two contents have the same."""
-
 
 class NoBlockTrace(JournalError):
     """A journal from which no block trace can be made."""

@@ -8,14 +8,16 @@ that is counted and not compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from .. import events as ev
-from .. import pool_calls
 from ..bounded_tables import keep_newest
+from ..ledger.blocks import contents
+from ..ledger.blocks.contents import Change as PoolChange
+from ..ledger.blocks.contents import is_named
 from ..ledger.blocks.postings import pool_of
 from ..ledger.kv_events import CLEARED, STORED, CacheChanges, Change
 from .group_boundaries import Group, Groups, groups_of
@@ -148,8 +150,22 @@ class RoutedCache(CacheChanges):
         self.present: set[int] = set()
         """The numbers of the requests that have not ended."""
 
+    def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event and its changes, see the base."""
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        super().feed(event, changes)
+
+    def change(self, change: PoolChange) -> None:
+        """Follow one change of a pool."""
+        super().change(change)
+        if change.kind == contents.HIT:
+            self._touched(change)
+        elif change.kind == contents.CACHED and self.block_tokens:
+            self._cached(change)
+
     def _pool(self, event: ev.PoolSeen) -> None:
-        super()._pool(event)
         groups = None if event.pool else groups_of(pool_of(event))
         self.followed, self.block_tokens, self.others = groups or (0, 0, [])
 
@@ -166,8 +182,8 @@ class RoutedCache(CacheChanges):
         place = (end - 1) // self.block_tokens
         return self.in_groups.get((group, end, hashes[place]), 0) if place < len(hashes) else 0
 
-    def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
-        super()._add(kind, hash_id, event, block, request)
+    def _add(self, kind: int, hash_id: int, of: PoolChange, block: int, request: int = -1) -> None:
+        super()._add(kind, hash_id, of, block, request)
         self.number += 1
         if not self.block_tokens:
             return
@@ -205,23 +221,19 @@ class RoutedCache(CacheChanges):
         if request is not None and request.valid < 0:
             request.valid = event.computed_tokens
 
-    def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        request = self.requests.get(event.request)
-        if request is not None and event.group == self.followed:
-            hashes = self._contents(event).hashes
-            for place, block in enumerate(event.blocks):
-                self._put(request, place, next(iter(hashes.get(block, ())), 0))
+    def _touched(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if request is not None and change.group == self.followed:
+            for place, ids in enumerate(change.contents):
+                self._put(request, place, ids[-1] if ids and is_named(ids[-1]) else 0)
 
-    def _cached(self, event: ev.BlocksCached) -> None:
-        super()._cached(event)
-        for number, group, _, hash_id, end in (
-            self._contents(event).cached(event) if self.block_tokens else ()
-        ):
-            request = self.requests.get(number)
-            if request is None:
-                continue
-            if group != self.followed:
-                request.waiting.append((group, end, hash_id))
+    def _cached(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if request is None:
+            return
+        for hash_id, end in zip(change.ids, change.numbers, strict=True):
+            if change.group != self.followed:
+                request.waiting.append((change.group, end, hash_id))
                 self._join(request, (end - 1) // self.block_tokens)
             elif not end % self.block_tokens:
                 self._put(request, end // self.block_tokens - 1, hash_id)
@@ -271,14 +283,11 @@ class RoutedCache(CacheChanges):
         return ready, dropped
 
 
-RoutedCache.postings = {
-    **CacheChanges.postings,
+_HANDLERS: dict[type[ev.Event], Callable[[RoutedCache, Any], None]] = {
     ev.Snapshot: RoutedCache._snapshot,
     ev.RequestAdded: RoutedCache._added,
     ev.Admitted: RoutedCache._admitted,
     ev.LoadFailed: RoutedCache._load_failed,
     ev.Finished: RoutedCache._finished,
-    pool_calls.BlocksTouched: RoutedCache._touched,
     ev.PoolSeen: RoutedCache._pool,
-    ev.BlocksCached: RoutedCache._cached,
 }

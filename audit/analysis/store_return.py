@@ -7,16 +7,18 @@ stored content that a request computes again is only known as that: nobody loade
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import msgspec
 
 from .. import events as ev
 from ..figures.sums import Sums, add_tokens
 from ..ledger.account import Account, Life
-from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.pool import Pool, calls
+from ..ledger.blocks.contents import ALLOCATED, CACHED, EVICTED, LOST, MOVED, RESET, Change, Ids
+from ..ledger.blocks.pool import Pool
+from ..ledger.blocks.postings import pool_of
 from .costs import PREFILL, Loads, seconds, total
 from .step_model import StepModel
 
@@ -99,11 +101,13 @@ class StoreReturn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreContents:
-    """Follows which contents one engine stored and read. ``blocks`` is its ledger of blocks."""
+    """Follows which contents one engine stored and read."""
 
-    def __init__(self, blocks: BlockLedger) -> None:
-        self._blocks = blocks
-        """Knows which hash ids each block has."""
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+        """The pools as the engine describes them."""
+        self._hashes: dict[int, Ids] = {}
+        """The hash ids of each block that was cached for the followed group."""
         self.contents: dict[int, Content] = {}
         """Stored content by hash id."""
         self.stored_again = 0
@@ -115,25 +119,17 @@ class StoreContents:
         self._cached: list[tuple[int, int, bool]] = []
         """Blocks cached since the last step was scheduled, their hash ids, and whether the store had them
         then. A step's promises and orders to store come after them."""
-        self._of_others: set[int] = set()
-        """Blocks whose content is of another KV cache group than the one that is counted."""
         self._read: dict[int, list[tuple[int, int]]] = {}
         """Blocks that the load of a request has filled, and their hash ids. It may yet be reported as
         failed."""
 
     @property
-    def _pool(self) -> Pool | None:
-        """The only pool."""
-        pools = self._blocks.pools
-        return next(iter(pools.values())) if len(pools) == 1 else None
-
-    @property
     def _followed(self) -> tuple[int, int]:
         """The KV cache group whose blocks are counted, and its tokens per block; 0: there is none.
 
-        It is the only group, or the first of full attention.
+        It is the only group of the only pool, or the first of full attention.
         """
-        pool = self._pool
+        pool = next(iter(self._pools.values())) if len(self._pools) == 1 else None
         if pool is None or not pool.groups:
             return -1, 0
         group = next(iter(pool.prefix_groups if len(pool.groups) > 1 else pool.groups), -1)
@@ -144,10 +140,35 @@ class StoreContents:
         """Tokens of a block; 0 for an engine with several KV cache groups and none of full attention."""
         return self._followed[1]
 
+    def feed(self, event: ev.Event, changes: Sequence[Change]) -> None:
+        """Read one event and its ``changes`` of the pool."""
+        if type(event) is ev.PoolSeen:
+            self._pools[event.pool] = pool_of(event)
+        for change in changes:
+            self._change(change)
+        handler = STORE_EVENTS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+
+    def _change(self, change: Change) -> None:
+        """Blocks are cached: they were computed, or a load has filled them. Or content leaves."""
+        if change.kind == CACHED and change.group in (-1, self._followed[0]):
+            for block, hash_id in zip(change.blocks, change.ids, strict=True):
+                self._hashes[block] = (*self._hashes.get(block, ()), hash_id)
+                self._cached.append((block, hash_id, hash_id in self.contents))
+        elif change.kind in (ALLOCATED, EVICTED, RESET):
+            for block in change.blocks:
+                self._hashes.pop(block, None)
+        elif change.kind == MOVED:
+            source, target = change.blocks
+            self._hashes[target] = self._hashes.pop(source, ())
+        elif change.kind == LOST:
+            self._hashes = {}
+
     def saved(self, event: ev.BlocksSaved) -> None:
         """The connector was ordered to store blocks."""
         for block in event.blocks:
-            for hash_id in self._hashes(block) if block not in self._of_others else ():
+            for hash_id in self._hashes.get(block, ()):
                 content = self.contents.get(hash_id)
                 if content is None:
                     self.contents[hash_id] = Content(event.at)
@@ -172,23 +193,6 @@ class StoreContents:
         """A life ends: what its load filled was read."""
         self._settle(event.request, event.at)
 
-    def called(self, event: ev.PoolCalls) -> None:
-        """The pool was called."""
-        for call in calls(event):
-            if isinstance(call, ev.BlocksCached):
-                self.cached(call)
-
-    def cached(self, event: ev.BlocksCached) -> None:
-        """Blocks are cached: they were computed, or a load has filled them."""
-        followed = self._followed[0]
-        for _, group, __, blocks, hash_ids, ___ in event.calls():
-            if group not in (-1, followed):
-                self._of_others.update(blocks)
-                continue
-            self._of_others.difference_update(blocks)
-            for block, hash_id in zip(blocks, hash_ids, strict=False):
-                self._cached.append((block, hash_id, hash_id in self.contents))
-
     def scheduled(self, _: ev.Stepped) -> None:
         """A step was scheduled: it is known which of the blocks cached before are filled by loads."""
         if not self._cached:
@@ -207,10 +211,6 @@ class StoreContents:
         for request in list(self._read):
             self._settle(request, at)
 
-    def _hashes(self, block: int) -> list[int]:
-        record = self._pool.records.get(block) if self._pool is not None else None
-        return [] if record is None else record.hash_ids
-
     def _settle(self, request: int, at: int) -> None:
         self._loading.pop(request, None)
         for _, hash_id in self._read.pop(request, ()):
@@ -222,6 +222,17 @@ class StoreContents:
             content.last_read_at = at
             if content.first_read_at < 0:
                 content.first_read_at = at
+
+
+STORE_EVENTS: dict[type[ev.Event], Callable[[StoreContents, Any], None]] = {
+    ev.BlocksSaved: StoreContents.saved,
+    ev.BlocksPromised: StoreContents.promised,
+    ev.LoadFailed: StoreContents.failed,
+    ev.Finished: StoreContents.ended,
+    ev.Preempted: StoreContents.ended,
+    ev.Stepped: StoreContents.scheduled,
+}
+"""The method for each type of event."""
 
 
 class LoadsByTier(Sums):

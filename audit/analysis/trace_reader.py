@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from .. import causes, pool_calls
+from .. import causes
 from .. import events as ev
-from ..ledger.blocks.pool import PoolContents, post
+from ..ledger.blocks import contents
+from ..ledger.blocks.contents import CONTENT_EVENTS, is_named
+from ..ledger.blocks.contents import Change as PoolChange
 from ..ledger.blocks.postings import pool_of
 from ..text import salt_name, session_of
 from .block_trace import (
@@ -28,7 +30,6 @@ from .block_trace import (
     IN_GROUP,
     RELEASE,
     RESET,
-    UNNAMED,
     BlockTrace,
     Change,
     NoBlockTrace,
@@ -68,15 +69,13 @@ class TraceReader(msgspec.Struct):
     changed: int = 0
     """How many changes there were."""
     unknown_hashes: int = 0
-    """How many cached blocks were hit whose hash id is not known."""
+    """How many hits were on blocks that were cached before the trace begins."""
     lost: int = 0
     """How many times events were lost."""
     weights_changed: bool = False
     """Whether the weights of the model changed since the cache was reset last."""
     requests: dict[int, RecordedRequest] = {}
     """The open requests, by their number in the journal."""
-    contents: PoolContents = msgspec.field(default_factory=PoolContents)
-    """The hash id of each cached block, and the request to which each block was allocated last."""
     changes: list[Change] = []
     """The changes since :meth:`taken`."""
     ended: list[RecordedRequest] = []
@@ -91,10 +90,17 @@ class TraceReader(msgspec.Struct):
         """Whether it reads no more events."""
         return bool(self.problem) and not self.others
 
-    def feed(self, event: ev.Event) -> None:
-        """Read one event, in the journal's order."""
-        if not self.stopped:
-            post(self, event, HANDLERS)
+    def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event, in the journal's order, and its ``changes`` of the pool."""
+        if self.stopped:
+            return
+        handler = HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        for change in changes:
+            follow = _CHANGES.get(change.kind)
+            if follow is not None:
+                follow(self, change)
 
     def taken(self) -> tuple[list[Change], list[RecordedRequest]]:
         """The changes since the last call, and the requests that ended. They leave the reader."""
@@ -174,16 +180,15 @@ class TraceReader(msgspec.Struct):
     def _follows(self, group: int) -> bool:
         return not self.others or group == self.group
 
-    def _gap(self, event: ev.Gap) -> None:
-        if event.reason == ev.REMOVED and not self.changed and not self.changes:
+    def _lost(self, change: PoolChange) -> None:
+        if not self.started and not self.requests:  # rotation has removed the first segments
             return
         self.lost += 1
         for request in sorted(self.requests.values(), key=lambda one: one.life):
-            self._release(request, event.at)
+            self._release(request, change.at)
             request.unadmitted, request.admissions = [], []
             if request.removed:  # its end was lost
-                self._forget(request.number, event.at)
-        self.contents.forget()
+                self._forget(request.number, change.at)
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -267,96 +272,82 @@ class TraceReader(msgspec.Struct):
         self._add(at, ADMIT, request.life)
         return request
 
-    def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        request = self._living(event.request, event.at) if self._follows(event.group) else None
+    def _touched(self, change: PoolChange) -> None:
+        request = self._living(change.request, change.at) if self._follows(change.group) else None
         if request is None:
             return
-        cached, ids = self.contents.hashes, []
-        for block in event.blocks:
-            if block not in cached:
-                self.unknown_hashes += 1
-                cached[block] = (UNNAMED + self.unknown_hashes,)
-            ids.append(cached[block][-1])
-        self._add(event.at, HIT, request.life, len(request.table), ids)
-        request.table += event.blocks
+        ids = [each[-1] for each in change.contents]
+        self.unknown_hashes += sum(not is_named(hash_id) for hash_id in ids)
+        self._add(change.at, HIT, request.life, len(request.table), ids)
+        request.table += change.blocks
         request.lives[request.life].hit_blocks = len(request.table)
 
-    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
-        for number, group, blocks in event.calls():
-            evicted = self.contents.allocate(number, blocks)
-            request = self._living(number, event.at)
-            if evicted:
-                life = -1 if request is None else request.life
-                self._add(event.at, EVICT, life, 0, [ids[-1] for _, ids in evicted])
-            if request is not None and self._follows(group):
-                request.table += blocks
-                self._add(event.at, GROW, request.life, len(request.table))
+    def _allocated(self, change: PoolChange) -> None:
+        request = self._living(change.request, change.at)
+        evicted = [hash_id for ids in change.contents for hash_id in ids]
+        if evicted:
+            self._add(change.at, EVICT, -1 if request is None else request.life, 0, evicted)
+        if request is not None and self._follows(change.group):
+            request.table += change.blocks
+            self._add(change.at, GROW, request.life, len(request.table))
 
-    def _cached(self, event: ev.BlocksCached) -> None:
-        if not self.block_tokens:
+    def _cached(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if not self.block_tokens or request is None or not request.lives:
             return
-        hashes, run, behind = self.contents.hashes, list[int](), (-1, -1)
-        for number, group, block, hash_id, end in self.contents.cached(event):
-            hashes[block] = (hash_id,)
+        life = request.life if request.life >= 0 else max(request.lives)
+        if not self._follows(change.group):
+            for end, hash_id in zip(change.numbers, change.ids, strict=True):
+                self._add(change.at, IN_GROUP, life, end, (change.group, hash_id))
+            return
+        run, before = list[int](), -1
+        for end, hash_id in zip(change.numbers, change.ids, strict=True):
             place, rest = divmod(end, self.block_tokens)
-            request = self.requests.get(number)
-            if request is None or not request.lives:
-                continue
-            life = request.life if request.life >= 0 else max(request.lives)
-            if not self._follows(group):
-                self._add(event.at, IN_GROUP, life, end, (group, hash_id))
-                behind = -1, -1
-                continue
             if rest:
                 continue
-            if (number, place - 1) != behind:  # the blocks of one call stand in a row
+            if place - 1 != before:  # the blocks of one call stand in a row
                 run = []
-                self._add(event.at, CACHED, life, place - 1, run)
+                self._add(change.at, CACHED, life, place - 1, run)
             run.append(hash_id)
-            behind = number, place
+            before = place
 
-    def _freed(self, event: pool_calls.BlocksFreed | ev.BlocksDeferred) -> None:
-        request = self.requests.get(event.request)
+    def _freed(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
         if request is not None and request.life >= 0:
-            gone = set(event.blocks)
+            gone = set(change.blocks)
             request.table = [block for block in request.table if block not in gone]
             if not request.table:
-                self._release(request, event.at)
+                self._release(request, change.at)
 
-    def _reported(self, event: pool_calls.TablesReported) -> None:
+    def _reported(self, change: PoolChange) -> None:
         """Take the table of a request that was running before the trace began."""
-        for number, group, _, blocks in event.tables():
-            known = self.requests.get(number)
-            if blocks and self._follows(group) and known is not None and known.life < 0:
-                request = self._living(number, event.at)
-                assert request is not None
-                request.table = list(blocks)
-                self._add(event.at, GROW, request.life, len(blocks))
+        known = self.requests.get(change.request)
+        if change.blocks and self._follows(change.group) and known is not None and known.life < 0:
+            request = self._living(change.request, change.at)
+            assert request is not None
+            request.table = list(change.blocks)
+            self._add(change.at, GROW, request.life, len(change.blocks))
 
-    def _removed(self, event: pool_calls.TablesRemoved) -> None:
-        for number in event.requests:
-            request = self.requests.get(number)
-            if request is not None:
-                self._release(request, event.at)
-                request.removed = True
-                if request.closed_at >= 0:
-                    self._forget(number, event.at)
+    def _removed(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if request is not None:
+            self._release(request, change.at)
+            request.removed = True
+            if request.closed_at >= 0:
+                self._forget(change.request, change.at)
 
-    def _evicted(self, event: ev.BlocksEvicted) -> None:
-        left = [self.contents.hashes.pop(block, ()) for block in event.blocks]
-        dropped = [ids[-1] for ids in left if ids]
+    def _evicted(self, change: PoolChange) -> None:
+        dropped = [hash_id for ids in change.contents for hash_id in ids]
         if dropped:
-            self._add(event.at, DROP, -1, 0, dropped)
+            self._add(change.at, DROP, -1, 0, dropped)
 
     def _weights(self, event: ev.WeightsChanged) -> None:
         if event.changes and event.is_certain and not event.adapter:
             self.weights_changed = True
 
-    def _reset(self, event: ev.PoolReset) -> None:
-        if event.succeeded:
-            self.contents.hashes.clear()
-            self._add(event.at, RESET, -1, AFTER_WEIGHTS if self.weights_changed else 0)
-            self.weights_changed = False
+    def _reset(self, change: PoolChange) -> None:
+        self._add(change.at, RESET, -1, AFTER_WEIGHTS if self.weights_changed else 0)
+        self.weights_changed = False
 
     def _release(self, request: RecordedRequest, at: int) -> None:
         """The request gives up its table, if it has one."""
@@ -376,25 +367,29 @@ def _match(life: TraceLife, event: ev.Admitted) -> None:
 HANDLERS: dict[type[ev.Event], Callable[[TraceReader, Any], None]] = {
     ev.EngineStarted: TraceReader._started,
     ev.PoolSeen: TraceReader._pool,
-    ev.Gap: TraceReader._gap,
     ev.RequestAdded: TraceReader._added,
     ev.Snapshot: TraceReader._snapshot,
     ev.Extended: TraceReader._extended,
     ev.Admitted: TraceReader._admitted,
     ev.Preempted: TraceReader._preempted,
     ev.Finished: TraceReader._finished,
-    pool_calls.BlocksTouched: TraceReader._touched,
-    pool_calls.BlocksAllocated: TraceReader._allocated,
-    ev.BlocksCached: TraceReader._cached,
-    pool_calls.BlocksFreed: TraceReader._freed,
-    ev.BlocksDeferred: TraceReader._freed,
-    pool_calls.TablesReported: TraceReader._reported,
-    pool_calls.TablesRemoved: TraceReader._removed,
-    ev.BlocksEvicted: TraceReader._evicted,
-    ev.PoolReset: TraceReader._reset,
     ev.WeightsChanged: TraceReader._weights,
 }
 """The method for each type of event."""
 
-TRACE_EVENTS: tuple[type[ev.Event], ...] = (*HANDLERS, ev.PoolCalls)
+_CHANGES: dict[int, Callable[[TraceReader, PoolChange], None]] = {
+    contents.HIT: TraceReader._touched,
+    contents.ALLOCATED: TraceReader._allocated,
+    contents.CACHED: TraceReader._cached,
+    contents.FREED: TraceReader._freed,
+    contents.DEFERRED: TraceReader._freed,
+    contents.TABLE: TraceReader._reported,
+    contents.REMOVED: TraceReader._removed,
+    contents.EVICTED: TraceReader._evicted,
+    contents.RESET: TraceReader._reset,
+    contents.LOST: TraceReader._lost,
+}
+"""The method for each kind of change."""
+
+TRACE_EVENTS: tuple[type[ev.Event], ...] = (*HANDLERS, *(CONTENT_EVENTS - HANDLERS.keys()))
 """The events that a trace is made of."""

@@ -21,6 +21,7 @@ from .. import causes
 from ..bounded_tables import keep_newest, take_oldest
 from ..events import Event
 from ..figures.sums import Sums, add_tokens
+from ..ledger.blocks.contents import Change as PoolChange
 from .block_trace import (
     ADMIT,
     AFTER_WEIGHTS,
@@ -616,9 +617,9 @@ class LiveTurnState(msgspec.Struct):
         """The engine has ended: only the counts stay."""
         self.reader, self.turns = TraceReader(), TurnReader(most=MOST_LIVE_BLOCKS)
 
-    def feed(self, event: Event) -> None:
-        """Read one event."""
-        self.reader.feed(event)
+    def feed(self, event: Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event and its ``changes`` of the pool."""
+        self.reader.feed(event, changes)
         if self.reader.changes or self.reader.ended:
             for turn in self.turns.read(self.reader, *self.reader.taken(), ("", "")):
                 if turn.before:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from .. import events as ev
-from .. import pool_calls
 from ..bounded_tables import keep_newest
 from ..figures.sums import Sums, add_tokens
-from .blocks.pool import PoolContents, hash_text, post
+from .blocks import contents
+from .blocks.contents import Change as PoolChange
+from .blocks.contents import is_named
+from .blocks.pool import hash_text
 
 # --- cache changes -------------------------------------------------------------------------------------
 #
@@ -56,9 +58,6 @@ class Change(NamedTuple):
 class CacheChanges:
     """The changes of one engine's prefix cache, in order."""
 
-    postings: ClassVar[dict[type[ev.Event], Callable[[Any, Any], None]]]
-    """What reads each kind of event."""
-
     def __init__(self) -> None:
         self.changes: list[Change] = []
         """Every change so far."""
@@ -66,18 +65,23 @@ class CacheChanges:
         """By index of a CLEARED change: the hash ids that were in the cache."""
         self.whole = True
         """Whether every change since the engine began is here."""
-        self.pools: dict[int, PoolContents] = {}
-        """What each pool holds."""
         self._pool_seen: set[int] = set()
         """Pools whose first description was read; if a pool had content by then, ``whole`` is false."""
         self._steps: deque[tuple[int, int]] = deque()
         """Step and time of the last events that have both."""
 
-    def feed(self, event: ev.Event) -> None:
-        """Read one event, in the journal's order."""
-        post(self, event, self.postings)
-        if type(event) is ev.PoolCalls:
+    def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event, in the journal's order, and its ``changes`` of the pools."""
+        kind = type(event)
+        if type(event) is ev.Stepped:
             self._note(event.step, event.at)
+        elif type(event) is ev.PoolSeen and event.pool not in self._pool_seen:
+            self._pool_seen.add(event.pool)
+            self.whole = self.whole and not event.cached_hashes
+        for change in changes:
+            self.change(change)
+        if kind is ev.PoolCalls:
+            self._note(event.step, event.at)  # type: ignore[attr-defined]
 
     def taken(self) -> tuple[list[Change], dict[int, list[int]]]:
         """The changes since the last call, which are then no longer kept, and what each reset dropped."""
@@ -85,23 +89,22 @@ class CacheChanges:
         self.changes, self.cleared = [], {}
         return changes, cleared
 
-    # --- the engine ---------------------------------------------------------------------------------
-
-    def _pool(self, event: ev.PoolSeen) -> None:
-        if event.pool not in self._pool_seen:
-            self._pool_seen.add(event.pool)
-            self.whole = self.whole and not event.cached_hashes
-
-    def _lost(self, event: ev.Gap | ev.HookFailed) -> None:
-        self.whole = False
-        for pool in self.pools.values():
-            pool.forget()
-
-    def _contents(self, event: Any) -> PoolContents:
-        return self.pools.setdefault(event.pool, PoolContents())
-
-    def _stepped(self, event: Any) -> None:
-        self._note(event.step, event.at)
+    def change(self, change: PoolChange) -> None:
+        """Follow one change of a pool."""
+        if change.kind in (contents.ALLOCATED, contents.EVICTED):
+            for block, ids in zip(change.blocks, change.contents, strict=True):
+                for hash_id in filter(is_named, ids):
+                    self._add(REMOVED, hash_id, change, block)
+        elif change.kind == contents.CACHED:
+            self.whole = self.whole and bool(change.blocks)
+            for block, hash_id in zip(change.blocks, change.ids, strict=True):
+                self._add(STORED, hash_id, change, block, change.request)
+        elif change.kind == contents.RESET:
+            dropped = [hash_id for ids in change.contents for hash_id in filter(is_named, ids)]
+            self.cleared[len(self.changes)] = dropped
+            self._add(CLEARED, 0, change, -1)
+        elif change.kind == contents.LOST:
+            self.whole = False
 
     def _note(self, step: int, at: int) -> None:
         if not self._steps or self._steps[-1][0] < step:
@@ -109,62 +112,9 @@ class CacheChanges:
             while len(self._steps) > 1 and self._steps[1][0] <= step - EMITTED_STEPS:
                 self._steps.popleft()
 
-    # --- hashes ---------------------------------------------------------------------------------------
-
-    def _add(self, kind: int, hash_id: int, event: Any, block: int, request: int = -1) -> None:
+    def _add(self, kind: int, hash_id: int, of: PoolChange, block: int, request: int = -1) -> None:
         earliest = self._steps[0][1] if self._steps else 0
-        change = Change(kind, hash_id, earliest, event.at, event.step, event.pool, block, request)
-        self.changes.append(change)
-
-    def _drop(self, event: Any, block: int) -> None:
-        for hash_id in self._contents(event).hashes.pop(block, ()):
-            self._add(REMOVED, hash_id, event, block)
-
-    def _cached(self, event: ev.BlocksCached) -> None:
-        contents = self._contents(event)
-        for request, _, block, hash_id, _ in contents.cached(event):
-            if event.replaced:
-                self._drop(event, block)
-            held = contents.hashes.get(block, ())
-            if hash_id not in held:
-                contents.hashes[block] = (*held, hash_id)
-                self._add(STORED, hash_id, event, block, request)
-        if not all(blocks for _, _, _, blocks, _, _ in event.calls()):  # it is not known which were cached
-            self.whole = False
-
-    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
-        for request, _, blocks in event.calls():
-            for block, ids in self._contents(event).allocate(request, blocks):
-                for hash_id in ids:
-                    self._add(REMOVED, hash_id, event, block)
-
-    def _evicted(self, event: ev.BlocksEvicted) -> None:
-        for block in event.blocks:
-            self._drop(event, block)
-
-    def _copied(self, event: ev.BlockCopied) -> None:
-        if event.moved:
-            self._contents(event).move(*event.blocks)
-
-    def _reset(self, event: ev.PoolReset) -> None:
-        if event.succeeded:
-            hashes = self._contents(event).hashes
-            self.cleared[len(self.changes)] = [hash_id for ids in hashes.values() for hash_id in ids]
-            hashes.clear()
-            self._add(CLEARED, 0, event, -1)
-
-
-CacheChanges.postings = {
-    ev.PoolSeen: CacheChanges._pool,
-    ev.Gap: CacheChanges._lost,
-    ev.HookFailed: CacheChanges._lost,
-    ev.Stepped: CacheChanges._stepped,
-    ev.BlocksCached: CacheChanges._cached,
-    ev.BlocksEvicted: CacheChanges._evicted,
-    ev.BlockCopied: CacheChanges._copied,
-    ev.PoolReset: CacheChanges._reset,
-    pool_calls.BlocksAllocated: CacheChanges._allocated,
-}
+        self.changes.append(Change(kind, hash_id, earliest, of.at, of.step, of.pool, block, request))
 
 
 # --- kv counts -----------------------------------------------------------------------------------------

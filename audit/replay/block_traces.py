@@ -31,6 +31,7 @@ from ..errors import LedgerError
 from ..events import Event
 from ..journal.host_folders import engine_name
 from ..journal.reader import Position, Reader
+from ..ledger.blocks.contents import Contents
 from ..text import printable
 from .windows import EVERYTHING, Window, last_start
 
@@ -128,6 +129,7 @@ class RecordedBlocks:
         self,
         path: Path,
         reader: TraceReader | None = None,
+        contents: Contents | None = None,
         position: Position | None = None,
         requests: Sequence[RecordedRequest] = (),
         steps: StepTimes | None = None,
@@ -136,6 +138,8 @@ class RecordedBlocks:
         """The journal, for messages."""
         self.reader = reader or TraceReader()
         """The reader, which has read the journal up to ``position`` and goes on in :meth:`read`."""
+        self._contents = contents or Contents()
+        """What the blocks contain at ``position``."""
         self.requests = list(requests)
         """The requests; those that are open at the end come last."""
         self.steps = steps
@@ -161,7 +165,7 @@ class RecordedBlocks:
         """Read events, in the journal's order."""
         steps = self.steps
         for event in events:
-            self.reader.feed(event)
+            self.reader.feed(event, self._contents.read(event))
             if steps is not None and (handle := STEP_HANDLERS.get(type(event))) is not None:
                 handle(steps, event)
         changes, ended = self.reader.taken()

@@ -30,6 +30,7 @@ from ..journal.format import gone_by
 from ..journal.host_folders import engine_name, journal_name
 from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
+from ..ledger.blocks.contents import Contents
 from ..ledger.engine_postings import error_name
 from ..ledger.ledger_state import LedgerSums, Watch
 from ..text import utc
@@ -539,6 +540,8 @@ class EventAudit(Observed):
         self.auditor.ledger.blocks.removed_kept = self.removed_kept
         self.workers = WorkerJournals(path)
         """The journals of this engine's workers."""
+        self.contents = Contents()
+        """What the blocks contain, once an observer reads its changes."""
         self.event: Event | None = None
         """The event with which accounts close now; None if an engine is gone and they close without one."""
         super().__init__(observers)
@@ -757,6 +760,7 @@ class EngineAudit(EventAudit):
         for request in list(ledger.open):
             self.feed(ledger.number, Finished(ledger.at, request, ENGINE_ENDED, -1, -1, -1, -1, -1))
         ledger.forget_steps()
+        self.contents.forget()
         for observer in self.observers:
             observer.end()
 

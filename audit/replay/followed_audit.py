@@ -66,7 +66,7 @@ class FollowedAudit(EngineAudit):
     def compare_events(self) -> None:
         """Compare the engine's recorded KV events with its cache, from the next event on."""
         self.live_events.enabled = True
-        self.on_event.append(self.live_events.feed)
+        self.on_event.append(lambda event: self.live_events.feed(event, self.contents.read(event)))
 
     def batches(
         self, reader: Reader, lock: AbstractContextManager[object] | None = None

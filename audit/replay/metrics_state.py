@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from .. import events as ev
-from ..analysis.block_states import BLOCK_EVENTS, BlockStates
+from ..analysis.block_states import BlockStates
 from ..bounded_tables import keep_newest
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
 from ..client_ids import has_random_suffix, part_of
@@ -24,6 +24,7 @@ from ..figures.labels import GROUPED, value_of
 from ..figures.sums import NoSum, Sums
 from ..figures.totals import Totals
 from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
+from ..ledger.blocks.contents import Change
 from ..ledger.kv_events import KVEventCounts
 from ..release_semantics import release
 
@@ -412,9 +413,9 @@ class MetricsState(Sums):
             self.gaps_of_known_size += 1
             self.lost_events += event.lost_events
 
-    def use_blocks(self, event: ev.Event) -> None:
+    def use_blocks(self, event: ev.Event, changes: Sequence[Change]) -> None:
         """Follow the blocks: their states, how long content stays, and when it is hit again."""
-        if self.blocks.feed(event) is None:
+        if self.blocks.feed(event, changes) is None:
             return
         for seconds in self.blocks.idle_seconds:
             self.block_reuse.observe(seconds)
@@ -425,11 +426,6 @@ class MetricsState(Sums):
                 self.block_lifetime.observe((stay.left_at - stay.cached_at) / 1e6)
             if stay.released_at >= 0:
                 self.block_idle.observe((stay.left_at - stay.released_at) / 1e6)
-
-    def lose(self, event: ev.Gap) -> None:
-        """Count a gap; the states of blocks are not known after it."""
-        self.gap(event)
-        self.use_blocks(event)
 
     def count_violation(self, id: str, at: int, account: Account | None) -> None:
         """Count one violation of an invariant, repeated or not."""
@@ -558,9 +554,8 @@ METRICS_HANDLERS: dict[type[ev.Event], Callable[[MetricsState, Any], None]] = {
     ev.TiersReported: MetricsState.tier,
     ev.LookupsCounted: MetricsState.looked_up,
     ev.Preempted: MetricsState.preempt,
-    ev.Gap: MetricsState.lose,
+    ev.Gap: MetricsState.gap,
     ev.Census: MetricsState.census,
-    **dict.fromkeys(BLOCK_EVENTS - {ev.Gap}, MetricsState.use_blocks),
 }
 """The method called for each type of event, after the ledger has posted it; for an admission, ``admit``."""
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
-from ..analysis.store_return import LoadsByTier, StoreContents
+from ..analysis.store_return import STORE_EVENTS, LoadsByTier, StoreContents
 from ..analysis.trace_reader import TRACE_EVENTS
 from ..analysis.turns import LiveTurnState, TurnCounts
 from ..checks.auditor import Verdict
-from ..events import (
-    Admitted,
-    BlocksCached,
-    BlocksPromised,
-    BlocksSaved,
-    Finished,
-    LoadFailed,
-    PoolCalls,
-    Preempted,
-    Stepped,
-)
+from ..events import Admitted, Event, Gap
 from ..ledger.account import Account
+from ..ledger.blocks.contents import CONTENT_EVENTS
 from .engine_audit import EngineAudit, Handlers, Judged, Observer
 from .metrics_state import METRICS_HANDLERS, MetricsState
 
@@ -89,23 +82,17 @@ class Stored(Observer):
     sums: LoadsByTier
 
     def __init__(self, audit: EngineAudit) -> None:
-        self.store = StoreContents(audit.auditor.ledger.blocks)
+        self.store = StoreContents()
         """The contents of the store."""
+        self._contents = audit.contents
         super().__init__(audit)
 
     def handlers(self) -> Handlers:
         """What is stored, loaded and cached."""
-        store = self.store
-        return {
-            BlocksSaved: store.saved,
-            BlocksPromised: store.promised,
-            LoadFailed: store.failed,
-            Finished: store.ended,
-            Preempted: store.ended,
-            PoolCalls: store.called,
-            BlocksCached: store.cached,
-            Stepped: store.scheduled,
-        }
+        return dict.fromkeys((*STORE_EVENTS, *CONTENT_EVENTS), self._read)
+
+    def _read(self, event: Event) -> None:
+        self.store.feed(event, self._contents.read(event))
 
     def add(self, account: Account) -> None:
         """Add one request."""
@@ -188,9 +175,10 @@ class LiveTurns(Observer):
 
     kind = TurnCounts
 
-    def __init__(self, audit: Judged) -> None:
+    def __init__(self, audit: EngineAudit) -> None:
         self._state = LiveTurnState()
         """What was read, and the counts."""
+        self._audit = audit
         super().__init__(audit)
 
     @property
@@ -204,7 +192,10 @@ class LiveTurns(Observer):
 
     def handlers(self) -> Handlers:
         """The events of blocks and requests."""
-        return dict.fromkeys(TRACE_EVENTS, self._state.feed)
+        return dict.fromkeys(TRACE_EVENTS, self._read)
+
+    def _read(self, event: Event) -> None:
+        self._state.feed(event, self._audit.contents.read(event))
 
     def end(self) -> None:
         """Forget the blocks of the engine."""
@@ -233,8 +224,16 @@ class Metrics(Observer):
 
     def handlers(self) -> Handlers:
         """The rare events that metrics count."""
-        handlers = {kind: partial(handle, self.sums) for kind, handle in METRICS_HANDLERS.items()}
-        return {**handlers, Admitted: self._admit}
+        handlers: dict[type[Event], Callable[[Any], object]] = dict.fromkeys(CONTENT_EVENTS, self._use_blocks)
+        handlers |= {kind: partial(handle, self.sums) for kind, handle in METRICS_HANDLERS.items()}
+        return {**handlers, Admitted: self._admit, Gap: self._lose}
+
+    def _use_blocks(self, event: Event) -> None:
+        self.sums.use_blocks(event, self._audit.contents.read(event))
+
+    def _lose(self, event: Gap) -> None:
+        self.sums.gap(event)
+        self._use_blocks(event)
 
     def _admit(self, event: Admitted) -> None:
         account = self._audit.auditor.ledger.living.get(event.request)

@@ -21,6 +21,8 @@ from ..journal.format import is_live, segments
 from ..journal.host_folders import engine_name
 from ..journal.reader import Batch, Position, Reader
 from ..journal.writer import CLOCK_SECONDS
+from ..ledger.blocks.contents import Change as PoolChange
+from ..ledger.blocks.contents import Contents as BlockContents
 from ..ledger.entries import Entry
 from ..ledger.kv_events import (
     CLEARED,
@@ -145,8 +147,8 @@ class RecordedEvents:
         self._neighbours = Neighbours(path)
         """The engines beside this one."""
 
-    def feed(self, event: Event) -> None:
-        """Read one event of the engine's journal."""
+    def feed(self, event: Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event of the engine's journal, and its ``changes`` of the pools."""
         if isinstance(event, EngineStarted) and self.engine_began:
             if abs(event.began_seconds - self.engine_began) > CLOCK_SECONDS:
                 self.corrected = True
@@ -156,7 +158,7 @@ class RecordedEvents:
             self.key, self.port = identity_of(event)
         self.stopped = isinstance(event, EngineStopped)
         if self.engine_began:
-            self.cache.feed(event)
+            self.cache.feed(event, changes)
 
     def advance(
         self,
@@ -398,6 +400,8 @@ class EventJournal:
         """Unix time up to which the journal was read."""
         self.over = False
         """Whether everything was read."""
+        self._blocks = BlockContents()
+        """What the engine's blocks contain."""
         self._reader = Reader(path)
         """Reads the journal."""
         self._batches = self._reader.poll()
@@ -407,7 +411,7 @@ class EventJournal:
         """Read one batch of the journal, or find that there is none and read the rest of the recordings."""
         batch = next(self._batches, None)
         for event in batch.events if batch is not None else ():
-            self.events.feed(event)
+            self.events.feed(event, self._blocks.read(event))
             if isinstance(event, EngineStarted):
                 self.started = self.started or event
             if self.started is not None:

@@ -47,7 +47,7 @@ from ..ledger.account import (
     Settlement,
 )
 from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.pool import Absent, LifeLacks, Pool, PoolContents
+from ..ledger.blocks.pool import Absent, LifeLacks, Pool
 from ..ledger.encoder_cache import EncoderInput
 from ..ledger.kv_events import Change, KVComparison, KVEvent, NotAnnounced, NotInCache, StreamGap
 from ..ledger.ledger import Ledger
@@ -96,7 +96,6 @@ STRUCTS: tuple[type, ...] = (
     RequestLabels,
     Position,
     Change,
-    PoolContents,
     KVEvent,
     KVEventsReceived,
     StreamGap,

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from .. import events as ev
-from .. import pool_calls as old
 from ..errors import LedgerError
 from ..journal.reader import Position, Reader
-from ..ledger.blocks.pool import RequestContents, calls
+from ..ledger.blocks.contents import RequestContents
 from ..ledger.blocks.postings import content_group
 from .choose_finding import Seen
 
@@ -181,10 +179,6 @@ class _Reading:
             ev.FreeCompleted: lambda e: self._happened("sent", e.request),
             ev.CacheReset: lambda e: self._happened("reset", -1, int(e.running)),
             ev.PoolSeen: self._pool_seen,
-            ev.PoolCalls: self._pool_calls,
-            ev.BlocksCached: lambda e: self._named(self._contents.cached(e)),
-            old.BlocksAllocated: self._contents.allocated,
-            old.BlocksTouched: lambda e: self._named(self._contents.touched(e)),
         }
         """What is noted of an event, by its type; the others do not matter to a workload."""
         self._order: list[int] = []
@@ -194,6 +188,9 @@ class _Reading:
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
+        for request, hash_id, end, _ in self._contents.read(event):
+            if (row := self.rows.get(request)) is not None:
+                row.hashes[end] = hash_id
 
     def result(self) -> Cut:
         seen, started = self.seen, self.started
@@ -345,14 +342,3 @@ class _Reading:
         for place in range(0, len(event.groups), 3):
             self.groups[event.groups[place]] = event.groups[place + 2]
         self._contents.groups[event.pool], _ = content_group(event)
-
-    def _pool_calls(self, event: ev.PoolCalls) -> None:
-        for call in calls(event):
-            handler = self._handlers.get(type(call))
-            if handler is not None:
-                handler(call)
-
-    def _named(self, found: Iterable[tuple[int, int, int]]) -> None:
-        for request, hash_id, end in found:
-            if (row := self.rows.get(request)) is not None:
-                row.hashes[end] = hash_id

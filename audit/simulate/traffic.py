@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 
 from .. import events as ev
-from .. import pool_calls
 from ..errors import LedgerError
-from ..ledger.blocks.pool import RequestContents, post
+from ..ledger.blocks.contents import RequestContents
 from ..ledger.blocks.postings import content_group
 
 FULL = 2
@@ -231,7 +230,14 @@ class TrafficReader:
     def feed(self, event: ev.Event) -> None:
         """Read one event."""
         self._at = event.at
-        post(self, event, _HANDLERS)
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        for number, hash_id, end, cached in self._contents.read(event):
+            if (row := self._rows.get(number)) is not None:
+                self._name(row, hash_id & _WHOLE, end)
+                if cached and end > row.request.prompt:
+                    self._in_output.setdefault(hash_id & _WHOLE, number)
 
     def traffic(self) -> Traffic:
         """What was read. Raises :class:`NoTraffic`."""
@@ -549,21 +555,6 @@ class TrafficReader:
 
     # --- contents -------------------------------------------------------------------------------------
 
-    def _allocated(self, event: pool_calls.BlocksAllocated) -> None:
-        self._contents.allocated(event)
-
-    def _touched(self, event: pool_calls.BlocksTouched) -> None:
-        for number, hash_id, end in self._contents.touched(event):
-            if (row := self._rows.get(number)) is not None:
-                self._name(row, hash_id & _WHOLE, end)
-
-    def _cached(self, event: ev.BlocksCached) -> None:
-        for number, hash_id, end in self._contents.cached(event):
-            if (row := self._rows.get(number)) is not None:
-                self._name(row, hash_id & _WHOLE, end)
-                if end > row.request.prompt:
-                    self._in_output.setdefault(hash_id & _WHOLE, number)
-
     def _name(self, row: _Row, hash_id: int, end: int) -> None:
         if end % self._size:
             return  # since 0.32 a block may also be cached by the tokens up to a place in it
@@ -598,7 +589,4 @@ _HANDLERS: dict[type[ev.Event], Callable[[Any, Any], None]] = {
     ev.FreeDelayed: TrafficReader._held,
     ev.FreeCompleted: TrafficReader._sent,
     ev.CacheReset: TrafficReader._reset,
-    pool_calls.BlocksAllocated: TrafficReader._allocated,
-    pool_calls.BlocksTouched: TrafficReader._touched,
-    ev.BlocksCached: TrafficReader._cached,
 }

@@ -13,11 +13,12 @@ from zlib import crc32
 import msgspec
 
 from ...audit import events as ev
-from ...audit.analysis.block_states import BLOCK_EVENTS, STATES, BlockStates, BlockUse, Quantiles
+from ...audit.analysis.block_states import STATES, BlockStates, BlockUse, Quantiles
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
 from ...audit.analysis.trace_reader import TraceReader
 from ...audit.analysis.turns import MOST_LIVE_BLOCKS, Past, Turn, TurnReader
 from ...audit.figures.labels import LABELS, is_number
+from ...audit.ledger.blocks.contents import CONTENT_EVENTS
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
 from ..trace.time_series import MINUTE_TICKS, MOST, TICKS, Series, wider
@@ -136,16 +137,18 @@ class BlockRows:
     def add(self, events: Iterable[ev.Event]) -> None:
         """Add a batch."""
         began, window, reader = self._audit.began_seconds or 0.0, self._audit.window, self.state.reader
+        read = self._audit.contents.read
         for event in events:
+            changes = read(event)
             if self._turns:
-                reader.feed(event)
-            if type(event) in BLOCK_EVENTS:
+                reader.feed(event, changes)
+            if type(event) in CONTENT_EVENTS:
                 wall = began + event.at / 1e6
                 place = int(wall * TICKS) // self._width if window.holds(wall) else -1
                 if place != self.state.place:
                     self._close()
                     self.state.place = int(wall * TICKS) // self._width if place >= 0 else -1
-                self.state.states.feed(event)
+                self.state.states.feed(event, changes)
         if self._turns:
             self._trace_rows()
 

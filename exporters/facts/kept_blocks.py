@@ -14,8 +14,8 @@ from ...audit.analysis.block_states import BlockStates, BlockUse
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
 from ...audit.analysis.step_times import StepTimes
 from ...audit.errors import JournalError, LedgerError
-from ...audit.journal.folder import read
 from ...audit.journal.reader import Reader
+from ...audit.ledger.blocks.contents import Contents
 from ...audit.replay.block_traces import RecordedBlocks
 from ...audit.replay.observers import Steps
 from ...audit.replay.windows import EVERYTHING, Window
@@ -40,11 +40,12 @@ def recorded_blocks(path: Path, *, groups: bool = False, turns: bool = False) ->
         recorded = RecordedBlocks(path, steps=StepTimes() if turns else None)
         recorded.read(groups=groups or turns)
         return recorded
-    state = _state(path, session)
-    kept = KeptBlocks(path, session, state)
-    if turns:
-        kept.steps = session.audit(path, EVERYTHING).of(Steps).times
-    if not session.ended and not is_session(path):
+    state, goes_on = _state(path, session), not session.ended and not is_session(path)
+    audit = session.audit(path, EVERYTHING) if turns or goes_on else None
+    kept = KeptBlocks(path, session, state, None if audit is None else audit.contents)
+    if turns and audit is not None:
+        kept.steps = audit.of(Steps).times
+    if goes_on:
         kept.read()
     return kept
 
@@ -52,7 +53,7 @@ def recorded_blocks(path: Path, *, groups: bool = False, turns: bool = False) ->
 class KeptBlocks(RecordedBlocks):
     """The kept rows of a journal, and what was recorded since."""
 
-    def __init__(self, path: Path, session: Session, state: BlockState) -> None:
+    def __init__(self, path: Path, session: Session, state: BlockState, contents: Contents | None) -> None:
         began_us = round(state.reader.began_seconds * 1e6)
         self._rows = kept_rows(path, session)
         """Reads the kept rows."""
@@ -61,7 +62,7 @@ class KeptBlocks(RecordedBlocks):
         requests = (
             [] if state.reader.stopped else list(_requests(self._rows("admissions", ADMITTED), began_us))
         )
-        super().__init__(journal_of(path), state.reader, session.position, requests)
+        super().__init__(journal_of(path), state.reader, contents, session.position, requests)
 
     def kept(self) -> Iterator[Sequence[Change]]:
         """See the base."""
@@ -135,17 +136,14 @@ def block_use(path: Path) -> BlockUse | None:
     """How the blocks of an engine were used, up to now; None if its journal has no block events."""
     session = find(path)
     states = BlockStates() if session is None else _state(path, session).states
-    if session is None:
-        for _, event in read(path):
-            states.feed(event)
-        return states.use if states.seen else None
-    if not session.ended and not is_session(path):
-        with Reader(path, session.position) as journal:
+    if session is None or not (session.ended or is_session(path)):
+        contents = Contents() if session is None else session.audit(path, EVERYTHING).contents
+        with Reader(path, None if session is None else session.position) as journal:
             for batch in journal.poll():
                 for event in batch.events:
-                    states.feed(event)
-    if not states.seen:
-        return None
+                    states.feed(event, contents.read(event))
+    if session is None or not states.seen:
+        return states.use if states.seen else None
     read_rows = kept_rows(path, session)
     rows = [row for some in read_rows("block_use", USE_COLUMNS) for row in zip(*some, strict=True)]
     whole = BlockUse()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ...audit import events as ev
 from ...audit.analysis.block_states import BlockStates, Occupancy, Stay
+from ...audit.ledger.blocks.contents import Contents
 
 Row = tuple[str | int | float | None, ...]
 
@@ -16,6 +17,8 @@ class BlockRows:
     def __init__(self) -> None:
         self.states = BlockStates()
         """The states of all blocks after the last event."""
+        self._contents = Contents()
+        """What they contain."""
         self._stays: list[Row] = []
         """Rows of content that left its block since the last call."""
         self._request_ids: dict[int, str] = {}
@@ -31,7 +34,7 @@ class BlockRows:
                 self._request_ids[event.request] = event.request_id
             elif type(event) is ev.Snapshot:
                 self._request_ids |= {row.request: row.request_id for row in event.rows}
-            occupancy = self.states.feed(event)
+            occupancy = self.states.feed(event, self._contents.read(event))
             if occupancy is not None:
                 seconds += self._add(occupancy)
                 for stay in self.states.ended:

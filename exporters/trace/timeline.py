@@ -25,6 +25,7 @@ from ...audit.analysis.step_times import STEP_HANDLERS
 from ...audit.checks.registry import Violation
 from ...audit.journal.folder import read
 from ...audit.ledger.account import Account, Life
+from ...audit.ledger.blocks.contents import Contents
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.journals import each_batch
@@ -126,7 +127,7 @@ class _Track:
         """Steps that were observed and not drawn yet."""
         self._step = 0
         """The last step that has a slice."""
-        self._blocks = BlockStates()
+        self._blocks, self._contents = BlockStates(), Contents()
         self._blocks_at = -BLOCKS_US
         """When the counter of blocks had its last value, in microseconds."""
         self._flows = 0
@@ -221,7 +222,7 @@ class _Track:
         elif isinstance(event, ev.PoolSeen | ev.BlockStatesReported) and event.free_blocks >= 0:
             name = f"free blocks, pool {event.pool}" if event.pool else "free blocks"
             yield _counter(event.at, name, {"free": event.free_blocks})
-        now = self._blocks.feed(event)
+        now = self._blocks.feed(event, self._contents.read(event))
         if now is not None and now.at - self._blocks_at >= BLOCKS_US:
             self._blocks_at = now.at
             yield _counter(now.at, "blocks", {name: getattr(now, name) for name in STATES})

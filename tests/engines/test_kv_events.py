@@ -28,6 +28,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.reader import Reader
+from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.kv_events import (
     CLEARED,
     REMOVED,
@@ -145,9 +146,9 @@ def compare(
 ) -> tuple[list[Found], KVEventCounts]:
     """What the comparison finds in one pass, or after each event with what was published by then."""
     comparison, counts, rest = KVComparison(RoutedCache()), KVEventCounts(), list(stream)
-    comparison.began = started.began_seconds
+    comparison.began, contents = started.began_seconds, Contents()
     for event in events:
-        comparison.cache.feed(event)
+        comparison.cache.feed(event, contents.read(event))
         now = comparison.began + event.at / 1e6
         while step_by_step and rest and rest[0].published_seconds <= now:
             comparison.receive(rest.pop(0), now, counts)

@@ -8,14 +8,15 @@ from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
 from kvledger.audit.analysis.block_states import BlockStates, BlockUse, Occupancy, Quantiles, Stay
+from kvledger.audit.ledger.blocks.contents import Contents
 
 
 def followed(events: list[ev.Event]) -> tuple[BlockStates, list[Occupancy], list[Stay]]:
     stays: list[Stay] = []
     occupancies: list[Occupancy] = []
-    states = BlockStates()
+    states, contents = BlockStates(), Contents()
     for event in events:
-        occupancy = states.feed(event)
+        occupancy = states.feed(event, contents.read(event))
         if occupancy is not None:
             occupancies.append(occupancy)
             stays += states.ended

@@ -27,11 +27,10 @@ from kvledger.audit.events import (
     Finished,
     LoadFailed,
     PoolSeen,
-    Preempted,
     Stepped,
 )
 from kvledger.audit.ledger.account import Life
-from kvledger.audit.ledger.ledger import Ledger
+from kvledger.audit.ledger.blocks.contents import Contents
 
 BLOCK = 16
 A, B = 101, 102
@@ -66,21 +65,9 @@ STORED = [*cached(1, 0, 5, A), saved(1, 5), step(1), ends(2, 0)]
 
 
 def followed(*events: Event, pool: PoolSeen = POOL) -> StoreContents:
-    ledger = Ledger()
-    store = StoreContents(ledger.blocks)
-    handlers = {
-        BlocksSaved: store.saved,
-        BlocksPromised: store.promised,
-        LoadFailed: store.failed,
-        Finished: store.ended,
-        Preempted: store.ended,
-        BlocksCached: store.cached,
-        Stepped: store.scheduled,
-    }
+    store, contents = StoreContents(), Contents()
     for event in (pool, *events):
-        ledger.apply(event)
-        if type(event) in handlers:
-            handlers[type(event)](event)  # type: ignore[operator]
+        store.feed(event, contents.read(event))
     store.settle(9_000_000)
     return store
 

@@ -49,7 +49,7 @@ def pool(groups: list[int], windows: list[int], number: int = 0) -> ev.PoolSeen:
 )
 def test_groups_are_read_beside_the_first_of_full_attention(event: ev.PoolSeen, others: list[Group]) -> None:
     reader = TraceReader()
-    reader.feed(event)
+    reader.feed(event, ())
 
     assert others == reader.others
     assert bool(reader.problem) == (len(event.groups) > 3 or event.groups[2] != 2)
@@ -58,7 +58,7 @@ def test_groups_are_read_beside_the_first_of_full_attention(event: ev.PoolSeen, 
 
 def test_a_second_pool_can_not_be_read() -> None:
     reader = TraceReader()
-    reader.feed(pool([0, 16, 2, 1, 16, 1], [1, 64, 0]))
-    reader.feed(pool([2, 16, 2], [], 1))
+    reader.feed(pool([0, 16, 2, 1, 16, 1], [1, 64, 0]), ())
+    reader.feed(pool([2, 16, 2], [], 1), ())
 
     assert reader.stopped

@@ -24,6 +24,7 @@ from tests.audit.checks.kv_histories import (
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, Gap, KVEventsReceived
+from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.kv_events import (
     CLEARED,
@@ -41,10 +42,10 @@ def compared(
     stream: Sequence[KVEventsReceived], cache: Sequence[Sequence[Event]] = CACHE, end: int = END
 ) -> tuple[KVComparison, KVEventCounts]:
     """Compare two whole accounts in one pass."""
-    comparison, counts = KVComparison(CacheChanges()), KVEventCounts()
+    comparison, counts, contents = KVComparison(CacheChanges()), KVEventCounts(), Contents()
     comparison.began = BEGAN
     for event in [POOL, *(event for some in cache for event in some)]:
-        comparison.cache.feed(event)
+        comparison.cache.feed(event, contents.read(event))
     for each in stream:
         comparison.receive(each, BEGAN + end, counts)
     comparison.advance(BEGAN + end, BEGAN + end, counts, ended=True)

@@ -26,6 +26,7 @@ from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import Event, KVEventsReceived
 from kvledger.audit.ledger import kv_events
+from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.ledger.kv_events import CLEARED, REMOVED, STORED, KVComparison, KVEventCounts
 
@@ -36,7 +37,8 @@ class Live:
     def __init__(self) -> None:
         self.comparison, self.counts = KVComparison(), KVEventCounts()
         self.comparison.began = BEGAN
-        self.comparison.cache.feed(POOL)
+        self.contents = Contents()
+        self.comparison.cache.feed(POOL, self.contents.read(POOL))
         self.auditor = Auditor(debug=True)
 
     def run(
@@ -53,7 +55,7 @@ class Live:
         batches, place = list(stream), 0
         for second in range(end + 1):
             while place < len(events) and events[place].at <= at(second):
-                self.comparison.cache.feed(events[place])
+                self.comparison.cache.feed(events[place], self.contents.read(events[place]))
                 place += 1
             now = BEGAN + second
             for each in [one for one in batches if one.published_seconds + late <= now]:

@@ -22,7 +22,6 @@ from kvledger.audit.analysis.block_trace import (
     ADMIT,
     DROP,
     RESET,
-    UNNAMED,
     BlockTrace,
     NoBlockTrace,
 )
@@ -30,6 +29,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.ledger.blocks.contents import UNNAMED, Contents
 from kvledger.audit.replay.atomic_files import FOLDER
 from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes, block_trace
 from kvledger.audit.replay.find import journals_at
@@ -273,9 +273,9 @@ def test_kept_rows_have_the_prefixes_and_the_block_use_of_the_journal(tmp_path: 
 
 
 def _use_of_journal(path: Path) -> BlockUse:
-    states = BlockStates()
+    states, contents = BlockStates(), Contents()
     for _, event in read(path):
-        states.feed(event)
+        states.feed(event, contents.read(event))
     return states.use
 
 
