@@ -32,6 +32,7 @@ from ..journal.reader import Batch, Reader
 from ..ledger.account import Account
 from ..ledger.blocks.contents import Contents
 from ..ledger.engine_postings import error_name
+from ..ledger.entries import Entry
 from ..ledger.ledger_state import LedgerSums, Watch
 from ..text import utc
 from .windows import EVERYTHING, LossesInWindow, Window, last_start
@@ -505,6 +506,7 @@ class EventAudit(Observed):
     ``observers`` count what the caller wants beside the ledger and the checks. ``window``: requests that
     ended outside it are left out of all sums. ``watch`` selects the requests whose postings are kept, and
     ``invariants`` what is checked (None: everything). ``name`` replaces the engine's name in findings.
+    ``beside``: another audit of the journal, with another window, that reads the events for both.
     """
 
     removed_kept: ClassVar[int] = 1 << 18
@@ -519,6 +521,7 @@ class EventAudit(Observed):
         watch: Watch | None = None,
         invariants: Iterable[Invariant] | None = None,
         name: str = "",
+        beside: EventAudit | None = None,
     ) -> None:
         self.path = path
         """The journal's folder, or a single segment file."""
@@ -544,6 +547,15 @@ class EventAudit(Observed):
         """What the blocks contain, once an observer reads its changes."""
         self.event: Event | None = None
         """The event with which accounts close now; None if an engine is gone and they close without one."""
+        self._others: list[EventAudit] = []
+        """Audits of the same events with other windows: they have findings and sums of their own."""
+        self._ended: Totals | None = None
+        """Totals of the ended requests in the window of such an audit; None: the ledger has them."""
+        if beside is not None:
+            self._ended = Totals()
+            self.auditor.ledger, self.contents = beside.auditor.ledger, beside.contents
+            self.auditor.findings.check_failures = beside.auditor.findings.check_failures
+            beside._others.append(self)
         super().__init__(observers)
 
     def feed(self, number: int, event: Event) -> list[Violation]:
@@ -555,21 +567,20 @@ class EventAudit(Observed):
             from_workers = self._feed_worker_steps()
         if workers.calls and isinstance(event, Stepped | WeightsChanged):
             self._feed_worker_calls(ledger.clock + event.at / 1e6)
-        if self.window.bounded:
-            findings = from_workers + self._post(event, number)
-            placed = ((one.request, False) for one in findings if one.request)
-            self.journal.window.requests.update(placed)
-        else:
-            findings = auditor.feed(event, number)
-            if from_workers:
-                findings = from_workers + findings
-        for observe in self.on_event:
-            observe(event)
-        handlers = self._handlers.get(type(event))
+        findings = self._post(event, number)
+        if from_workers:
+            findings = from_workers + findings
+        for audit in (self, *self._others) if self._others else (self,):
+            for observe in audit.on_event:
+                observe(event)
+        handlers = self._handlers.get(type(event), ())
         if handlers or ledger.closed:
             try:
-                for handle in handlers or ():
+                for handle in handlers:
                     handle(event)
+                for other in self._others:
+                    for handle in other._handlers.get(type(event), ()):
+                        handle(event)
                 if ledger.closed:
                     self.event = event
                     self._add_closed()
@@ -579,21 +590,46 @@ class EventAudit(Observed):
         return findings
 
     def _post(self, event: Event, number: int) -> list[Violation]:
-        """Post and check one event, and place what went wrong with it in a bounded window."""
-        if not self.window.bounded:
+        """Post and check one event, and place what went wrong with it in bounded windows."""
+        if not self.window.bounded and not self._others:
             return self.auditor.feed(event, number)
-        ledger, placed = self.auditor.ledger, self.journal.window
+        ledger = self.auditor.ledger
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
+        findings = self._check(event, number)
+        for audit in (self, *self._others):
+            audit._place(event, before, ledger.sums.gaps > gaps, ledger.sums.hook_failures > failures)
+        return findings
+
+    def _check(self, event: Event, number: int) -> list[Violation]:
+        """Post one event, and check its entries here and in the other audits; returns new findings."""
         findings = self.auditor.feed(event, number)
-        began = self.began_seconds or 0.0
+        self._note_requests(findings)
+        for other in self._others:
+            other._note_requests(other.auditor.check(self.auditor.ledger.entries))
+        return findings
+
+    def _note_requests(self, findings: Iterable[Violation]) -> None:
+        """Note requests with findings; where they end, it is known whether they are in the window."""
+        if self.window.bounded:
+            self.journal.window.requests.update((one.request, False) for one in findings if one.request)
+
+    def _place(self, event: Event, before: int, lost: bool, failed: bool) -> None:
+        """Place what went wrong with an event, after one at ``before``, in a bounded window."""
+        if not self.window.bounded:
+            return
+        placed, began = self.journal.window, self.began_seconds or 0.0
         between = began + before / 1e6, began + event.at / 1e6
-        placed.losses.place(self.window, ledger.sums.gaps > gaps, *between)
-        placed.failures.place(self.window, ledger.sums.hook_failures > failures, *between)
+        placed.losses.place(self.window, lost, *between)
+        placed.failures.place(self.window, failed, *between)
         if type(event) is HookFailed and event.removed:
             placed.unobserved_from = between[0]
         if type(event) is EngineRaised and self.window.holds(between[1]):
-            placed.errors |= {error_name(event)} & ledger.sums.engine_errors.keys()
-        return findings
+            placed.errors |= {error_name(event)} & self.auditor.ledger.sums.engine_errors.keys()
+
+    def enter(self, entry: Entry) -> None:
+        """Check something that no single event shows, here and in the other audits."""
+        for audit in (self, *self._others):
+            audit.auditor.enter(entry)
 
     def _feed_worker_steps(self) -> list[Violation]:
         """Audit what workers did up to the current step; returns the findings that are new."""
@@ -601,7 +637,7 @@ class EventAudit(Observed):
         return [
             violation
             for event in self.workers.upto(ledger.step)
-            for violation in self.auditor.feed(replace(event, at=ledger.at), ledger.number)
+            for violation in self._check(replace(event, at=ledger.at), ledger.number)
         ]
 
     def _feed_worker_calls(self, until: float) -> None:
@@ -618,24 +654,36 @@ class EventAudit(Observed):
 
     def _add_closed(self) -> None:
         """Add the accounts that closed to the sums, and drop them from the ledger."""
-        closed, journal = self.auditor.ledger.closed, self.journal
-        for account in closed.values():
-            verdict = self._verdict_of(account)
-            self.auditor.found_in.pop(account.request, None)
-            if self.window.bounded:
-                inside = self._counts(account)
-                if account.request_id in journal.window.requests:
-                    journal.window.requests[account.request_id] = inside
-                if not inside:
-                    continue
-            if account.unknown is not None:
-                add_tokens(journal.unknown, account.unknown, 1)
-            if account.unknown != BEGAN_BEFORE:
-                kind = (verdict, account.outcome or UNKNOWN)
-                journal.requests[kind] = journal.requests.get(kind, 0) + 1
-            for callback in self.on_closed:
-                callback(account, verdict)
+        closed = self.auditor.ledger.closed
+        for audit in (self, *self._others):
+            for account in closed.values():
+                audit._add(account)
         closed.clear()
+
+    def _add(self, account: Account) -> None:
+        """Add an account that closed to the sums, if its request is in the window."""
+        verdict, journal = self._verdict_of(account), self.journal
+        self.auditor.found_in.pop(account.request, None)
+        if self.window.bounded:
+            inside = self._counts(account)
+            if account.request_id in journal.window.requests:
+                journal.window.requests[account.request_id] = inside
+            if not inside:
+                return
+        if self._ended is not None:
+            self._ended.add(account)
+        if account.unknown is not None:
+            add_tokens(journal.unknown, account.unknown, 1)
+        if account.unknown != BEGAN_BEFORE:
+            kind = (verdict, account.outcome or UNKNOWN)
+            journal.requests[kind] = journal.requests.get(kind, 0) + 1
+        for callback in self.on_closed:
+            callback(account, verdict)
+
+    @property
+    def closed(self) -> Totals:
+        """Totals of the requests of the window that have ended."""
+        return super().closed if self._ended is None else self._ended
 
     def _verdict_of(self, account: Account) -> Verdict:
         if self.auditor.is_violated_by(account.request):
@@ -727,21 +775,23 @@ class EngineAudit(EventAudit):
 
     def finish(self) -> None:
         """Add what is still open to the observers that count it, as it stands; no event follows."""
-        for account in self.open():
-            if account.unknown is not None:
-                add_tokens(self.journal.unknown, account.unknown, 1)
-            for observer in self.observers:
-                observer.add(account)
+        for audit in (self, *self._others):
+            for account in audit.open():
+                if account.unknown is not None:
+                    add_tokens(audit.journal.unknown, account.unknown, 1)
+                for observer in audit.observers:
+                    observer.add(account)
 
     def lose_tail(self) -> None:
         """Note that the engine is gone and its last events may be missing. Idempotent.
 
         Requests that are open at the journal's end become unknown; ended ones keep their verdict.
         """
-        journal = self.journal
-        if not journal.lost_tails:
-            journal.lost_tails = 1
-            journal.whole_until, journal.gone_by = self.auditor.ledger.read_to, gone_by(self.path)
+        for audit in (self, *self._others):
+            journal = audit.journal
+            if not journal.lost_tails:
+                journal.lost_tails = 1
+                journal.whole_until, journal.gone_by = self.auditor.ledger.read_to, gone_by(self.path)
         self.auditor.ledger.doubt_open()
 
     def end(self, *, stopped: bool) -> None:
@@ -766,19 +816,23 @@ class EngineAudit(EventAudit):
 
     def note_damage(self, reader: Reader, first: int = 0) -> None:
         """Note what ``reader`` found damaged, from the damage number ``first`` on."""
-        rotated = self.auditor.ledger.sums.removed_events
+        rotated, notes = self.auditor.ledger.sums.removed_events, []
         if rotated:
             removed = f"rotation has removed the first {counted(rotated, 'event')}"
-            self.notes.append(f"{removed}: the trace begins at {utc(self.created)}")
-        self.journal.notes += [str(damage) for damage in reader.damage[first + bool(rotated) :]]
+            notes.append(f"{removed}: the trace begins at {utc(self.created)}")
+        self._note(notes + [str(damage) for damage in reader.damage[first + bool(rotated) :]])
 
     def note_end(self, reader: Reader, first: int = 0) -> None:
         """The same, and whether the engine still writes."""
         self.note_damage(reader, first)
         if not reader.ended:
-            self.notes.append("the engine is still running, this is up to now")
+            self._note(["the engine is still running, this is up to now"])
         elif reader.continues:
-            self.notes.append("this segment is not the journal's last")
+            self._note(["this segment is not the journal's last"])
+
+    def _note(self, notes: Sequence[str]) -> None:
+        for audit in (self, *self._others):
+            audit.notes.extend(notes)
 
 
 def _started(batch: Batch) -> EngineStarted | None:

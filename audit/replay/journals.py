@@ -72,7 +72,7 @@ def _compare(engine: EngineAudit, together: Sequence[EngineAudit], whole: bool) 
     sizes = engine.auditor.ledger.contents.block_tokens
     for key, found in judged.items():
         subject = found._replace(tokens=len(found.blocks) * sizes.get(found.group, 0))
-        engine.auditor.enter(Entry(0, found.step, at[key], subject, None))
+        engine.enter(Entry(0, found.step, at[key], subject, None))
 
 
 def _versions(load: ForeignLoad, engines: Sequence[EngineAudit]) -> tuple[list[tuple[Stored, str]], bool]:

@@ -118,6 +118,8 @@ _BY_CALLER = frozenset(
         "on_violation",
         "_handlers",
         "_by_class",
+        "_others",
+        "_ended",
     }
 )
 """What the caller decides of an audit, before it is restored."""

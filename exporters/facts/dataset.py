@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
 from .kept import journals_and_sessions
-from .replayed import Wanted, replayed
+from .replayed import Replayed, Wanted, replayed
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, connect, lock, mount, spill_to
+from .tables import SQL_TYPES, Facts, Files, connect, lock, mount, spill_to
 
 ROWS_ONLY = Wanted()
 
@@ -39,35 +39,42 @@ def facts(
 
     ``run`` decides which processes replay the journals. Raises LedgerError for a path that holds no journal.
     """
+    with facts_of_windows(paths, (window,), run=run, wanted=wanted) as (found,):
+        yield found
+
+
+@contextmanager
+def facts_of_windows(
+    paths: Sequence[Path], windows: Sequence[Window], *, run: Run = here, wanted: Wanted = ROWS_ONLY
+) -> Iterator[list[Facts]]:
+    """The same for several windows, for all of which a journal is replayed once."""
     places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / EXPORTED)]
     journals = journals_and_sessions([place for place in places if place not in exported], exported)
-    whole = partial(replayed, window=window, wanted=wanted)
-    with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder:
-        files: dict[str, list[str]] = {name: [] for name in TABLES}
-        replays = []
-        for one in readable(run, whole, journals):
-            for name, parts in one.tables.items():
-                for part in parts:
-                    path = Path(folder) / f"{name}-{len(files[name])}.parquet"
-                    path.write_bytes(part)
-                    files[name].append(str(path))
-            replays.append(msgspec.structs.replace(one, tables={}))
-        connection = connect()
-        try:
-            kept = [one.kept for one in replays if one.kept is not None]
-            mount(connection, files, window, kept=kept, exported=_exported_files(exported))
-            _add_engines(connection, [one.engine for one in replays])
+    whole = partial(replayed, windows=windows, wanted=wanted)
+    replays: list[list[Replayed]] = [[] for _ in windows]
+    with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder, ExitStack() as opened:
+        files: list[Files] = [{name: [] for name in TABLES} for _ in windows]
+        for several in readable(run, whole, journals):
+            for place, one in enumerate(several):
+                for name, parts in one.tables.items():
+                    for part in parts:
+                        path = Path(folder) / f"{name}-{place}-{len(files[place][name])}.parquet"
+                        path.write_bytes(part)
+                        files[place][name].append(str(path))
+                replays[place].append(msgspec.structs.replace(one, tables={}))
+        found = []
+        for window, some, of_window in zip(windows, files, replays, strict=True):
+            connection = connect()
+            opened.callback(connection.close)
+            kept = [one.kept for one in of_window if one.kept is not None]
+            mount(connection, some, window, kept=kept, exported=_exported_files(exported))
+            _add_engines(connection, [one.engine for one in of_window])
             spill_to(connection, Path(folder))
             lock(connection)
-            yield Facts(
-                connection,
-                [one.engine for one in replays],
-                [one.audit for one in replays if one.audit is not None],
-                bool(exported),
-            )
-        finally:
-            connection.close()
+            audits = [one.audit for one in of_window if one.audit is not None]
+            found.append(Facts(connection, [one.engine for one in of_window], audits, bool(exported)))
+        yield found
 
 
 EXPORTED = "requests.parquet"

@@ -179,36 +179,55 @@ class RowCollector:
             self.sink("activity", list(rows))
 
 
-def replayed(path: Path, window: Window, wanted: Wanted) -> Replayed:
-    """Replay a journal for the requests of the window, or what came since it was compacted.
+def replayed(path: Path, windows: Sequence[Window], wanted: Wanted) -> list[Replayed]:
+    """Replay a journal once for all ``windows``, or what came since it was compacted for each.
 
     ``path`` may be that of the session of a journal that is gone.
     """
     session, missed = usable(path)
-    if session is not None and is_session(path):
-        return _left(path, session, session.within(window), wanted)
-    if session is not None and whole_minutes(window):  # engine time is kept by the minute
-        return _since(path, session, session.within(window), wanted)
-    audit = _audit(path, window, wanted)
+    if session is not None and (is_session(path) or all(map(whole_minutes, windows))):
+        found = _left if is_session(path) else _since  # engine time is kept by the minute
+        return [found(path, session, session.within(window), wanted) for window in windows]
+    first = min(windows, key=lambda window: window.since or 0.0)
+    audit = _audit(path, first, wanted)
+    start = skip_to_window(audit)
+    audits = [audit if window is first else _audit(path, window, wanted, audit) for window in windows]
     if missed:
-        audit.journal.missed.append(missed)
-    return _read(audit, wanted, skip_to_window(audit), None)
+        for one in audits:
+            one.journal.missed.append(missed)
+    return _read(audit, audits, wanted, start, None)
 
 
-def _read(audit: EngineAudit, wanted: Wanted, start: Position | None, session: Session | None) -> Replayed:
-    """Replay a journal from ``start``."""
-    memory = InMemory()
-    collector = RowCollector(audit, wanted, memory.add, blocks=None if session is None else session.blocks())
-    if session is not None and collector.activity is not None:
-        collector.activity.go_on(session.series_within(audit.window), session.counts)
-    for batch in each_batch(audit, start):
-        collector.add(batch.events, batch.accounts)
+def _read(
+    reading: EngineAudit,
+    audits: Sequence[EngineAudit],
+    wanted: Wanted,
+    start: Position | None,
+    session: Session | None,
+) -> list[Replayed]:
+    """Replay a journal from ``start`` by the audit that is ``reading`` for all ``audits``."""
+    blocks = None if session is None else session.blocks()
+    sinks = [InMemory() for _ in audits]
+    collectors = [
+        RowCollector(audit, wanted, sink.add, blocks=blocks)
+        for audit, sink in zip(audits, sinks, strict=True)
+    ]
+    if session is not None:
+        for collector in collectors:
+            if collector.activity is not None:
+                collector.activity.go_on(session.series_within(reading.window), session.counts)
+    for batch in each_batch(reading, start):
+        for audit, collector in zip(audits, collectors, strict=True):
+            collector.add(batch.events, batch.accounts if audit is reading else taken(audit))
         if session is not None:
-            collector.found(batch.findings)
-    if session is None:
-        collector.found(audit.violations)
-    collector.end()
-    return _result(audit, memory.files(), wanted)
+            collectors[0].found(batch.findings)
+    found = []
+    for audit, collector, sink in zip(audits, collectors, sinks, strict=True):
+        if session is None:
+            collector.found(audit.violations)
+        collector.end()
+        found.append(Replayed(engine_facts(audit), sink.files(), audit if wanted.audit else None))
+    return found
 
 
 def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Replayed:
@@ -219,7 +238,7 @@ def _since(path: Path, session: Session, window: Window, wanted: Wanted) -> Repl
     kept = _kept_rows(path, audit.name, session, window, with_tail=False)
     if wanted.audit:
         begin_window(audit, session, window, kept)
-    found = _read(audit, wanted, session.position, session)
+    (found,) = _read(audit, [audit], wanted, session.position, session)
     engine = msgspec.structs.replace(found.engine, rows_from_seconds=session.rows_from_in(window))
     return msgspec.structs.replace(found, engine=engine, kept=kept)
 
@@ -264,11 +283,7 @@ def _by_table(folder: Path, files: Sequence[KeptFile]) -> Files:
     return found
 
 
-def _result(audit: EngineAudit, tables: dict[str, list[bytes]], wanted: Wanted) -> Replayed:
-    return Replayed(engine_facts(audit), tables, audit if wanted.audit else None)
-
-
-def _audit(path: Path, window: Window, wanted: Wanted) -> EngineAudit:
-    if wanted.audit:
-        return EngineAudit(path, OBSERVERS, window=window)
-    return EngineAudit(path, (KeptAccounts, Steps), window=window, invariants=None if wanted.checks else ())
+def _audit(path: Path, window: Window, wanted: Wanted, beside: EngineAudit | None = None) -> EngineAudit:
+    observers = OBSERVERS if wanted.audit else (KeptAccounts, Steps)
+    invariants = None if wanted.audit or wanted.checks else ()
+    return EngineAudit(path, observers, window=window, invariants=invariants, beside=beside)

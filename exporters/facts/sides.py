@@ -17,7 +17,7 @@ from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.observers import Steps
 from ...audit.replay.parallel import Run
 from ...audit.replay.windows import Window
-from .dataset import facts
+from .dataset import facts_of_windows
 from .groups import KEYS, as_text
 from .misses import Sampled, misses_by_group, sampled_misses
 from .replayed import Wanted
@@ -107,41 +107,48 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def side_at(paths: Sequence[Path], window: Window, run: Run) -> Side:
-    """The side of the requests at ``paths`` that ended in ``window``. Raises LedgerError."""
-    with facts(paths, window=window, run=run, wanted=Wanted(audit=True, activity=True)) as found:
-        compare_journals(found.audits)
-        groups = by_group(found, ())
-        everything = groups[()]
-        served = {name for group in by_group(found, [as_text("journal")]) for name in group}
-        audits = list(zip(found.audits, found.engines, strict=True))
-        engines = [
-            audit for audit, engine in audits if engine.journal in served or _started(audit, window)
-        ] or [audit for audit, _ in audits if _ran(audit, window)]
-        missed = misses_by_group(found, groups, (), "")[()].tokens
-        steps = [audit.of(Steps) for audit in engines]
-        seconds, resets, first_token_p95 = _times(found)
-        side = Side(
-            audit=Audit(engines),
-            seconds=seconds,
-            figures=everything.figures,
-            voided=dict(everything.totals.voided),
-            missed=missed,
-            sampled=sampled_misses(found),
-            labels=_labels(found),
-            by_engine=_by_engine(found),
-            outcomes=_requests(by_group(found, [KEYS["outcome"]])),
-            first_token_p95=first_token_p95,
-            started=sum(_started(audit, window) for audit in engines) if window.since is not None else 0,
-            engines=len(engines),
-            resets=resets,
-            work=sum((each.sums.work for each in steps), Work()),
-            busy_us=sum(each.sums.busy_us for each in steps),
-            models=[model for model in (each.model for each in steps) if not model.refused],
-            levels=sorted({audit.engine.level for audit in engines if audit.engine}),
-        )
-    side.findings = Counter({row.id: row.findings for row in side.audit.found})
-    return side
+def sides_at(paths: Sequence[Path], windows: Sequence[Window], run: Run) -> list[Side]:
+    """The sides of the requests at ``paths`` that ended in each window. Raises LedgerError.
+
+    Each journal is replayed once for all of them.
+    """
+    wanted = Wanted(audit=True, activity=True)
+    with facts_of_windows(paths, windows, run=run, wanted=wanted) as found:
+        for one in found:
+            compare_journals(one.audits)
+        return [_side(one, window) for one, window in zip(found, windows, strict=True)]
+
+
+def _side(found: Facts, window: Window) -> Side:
+    groups = by_group(found, ())
+    everything = groups[()]
+    served = {name for group in by_group(found, [as_text("journal")]) for name in group}
+    audits = list(zip(found.audits, found.engines, strict=True))
+    engines = [audit for audit, engine in audits if engine.journal in served or _started(audit, window)]
+    engines = engines or [audit for audit, _ in audits if _ran(audit, window)]
+    steps = [audit.of(Steps) for audit in engines]
+    seconds, resets, first_token_p95 = _times(found)
+    audit = Audit(engines)
+    return Side(
+        audit=audit,
+        seconds=seconds,
+        figures=everything.figures,
+        voided=dict(everything.totals.voided),
+        missed=misses_by_group(found, groups, (), "")[()].tokens,
+        sampled=sampled_misses(found),
+        labels=_labels(found),
+        by_engine=_by_engine(found),
+        outcomes=_requests(by_group(found, [KEYS["outcome"]])),
+        first_token_p95=first_token_p95,
+        findings=Counter({row.id: row.findings for row in audit.found}),
+        started=sum(_started(audit, window) for audit in engines) if window.since is not None else 0,
+        engines=len(engines),
+        resets=resets,
+        work=sum((each.sums.work for each in steps), Work()),
+        busy_us=sum(each.sums.busy_us for each in steps),
+        models=[model for model in (each.model for each in steps) if not model.refused],
+        levels=sorted({audit.engine.level for audit in engines if audit.engine}),
+    )
 
 
 def _ran(audit: EngineAudit, window: Window) -> bool:

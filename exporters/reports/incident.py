@@ -17,7 +17,7 @@ from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window, instant, window
 from ...audit.text import utc
 from ..csv_cells import structs_csv
-from ..facts.sides import TENANT, UNLABELLED, Side, side_at
+from ..facts.sides import TENANT, UNLABELLED, Side, sides_at
 from .diff import FigureChange, SettingChange, change_table, most_changed, setting_changes, settings_table
 from .incident_rules import WITHOUT_EFFECT, Change, felt, likeliest
 from .terminal import VERDICTS, blocks, counted, listed
@@ -82,8 +82,12 @@ def incident(
     if until is not None and begin >= until:
         raise LedgerError(f"Nothing lies between --since {since} and --at {at}.")
     then = Window(begin, until)
-    before = _before(paths, then, against, now, run)
-    after = side_at(paths, then, run)
+    before, after = _sides(paths, then, against, now, run)
+    if not before.audit.engines or not before.of("requests"):
+        raise LedgerError(
+            f"There is nothing to compare with: no request ended {_when(against, then)}. --against names "
+            "yesterday, or journals of a time when all was well."
+        )
     if not after.audit.engines:
         raise LedgerError(f"No engine was observed from {utc(begin)} on: --since or --at names another time.")
     changes = [row for row in setting_changes(before.audit, after.audit) if row.setting not in WITHOUT_EFFECT]
@@ -112,21 +116,17 @@ def incident(
     )
 
 
-def _before(paths: Sequence[Path], then: Window, against: str, now: float, run: Run) -> Side:
+def _sides(paths: Sequence[Path], then: Window, against: str, now: float, run: Run) -> tuple[Side, Side]:
+    """The side that ``against`` names, and that of the incident."""
     assert then.since is not None
-    if against == BEFORE:
-        side = side_at(paths, Window(then.since - DAY, then.since), run)
-    elif against == YESTERDAY:
-        until = now if then.until is None else then.until
-        side = side_at(paths, Window(then.since - DAY, min(until - DAY, then.since)), run)
-    else:
-        side = side_at([Path(against)], EVERYTHING, run)
-    if not side.audit.engines or not side.of("requests"):
-        raise LedgerError(
-            f"There is nothing to compare with: no request ended {_when(against, then)}. --against names "
-            "yesterday, or journals of a time when all was well."
-        )
-    return side
+    if against not in (BEFORE, YESTERDAY):
+        (before,), (after,) = sides_at([Path(against)], [EVERYTHING], run), sides_at(paths, [then], run)
+        return before, after
+    until = then.since
+    if against == YESTERDAY:
+        until = min((now if then.until is None else then.until) - DAY, then.since)
+    before, after = sides_at(paths, [Window(then.since - DAY, until), then], run)
+    return before, after
 
 
 def _when(against: str, then: Window) -> str:

@@ -38,6 +38,8 @@ NOT_CARRIED = {
         "event",
         "_handlers",
         "_by_class",
+        "_others",
+        "_ended",
         "on_event",
         "on_closed",
         "on_violation",

@@ -1,4 +1,4 @@
-"""A tenant is one thing in rows and in accounts."""
+"""Sides of a comparison: tenants are those of accounts, and two windows are read at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests import journals
 from tests.histories import events
 
 from kvledger.audit import text
-from kvledger.audit.events import Event, RequestAdded, RequestLabels
+from kvledger.audit.events import Event, Finished, Gap, RequestAdded, RequestLabels
 from kvledger.audit.figures.labels import BY_NAME
 from kvledger.audit.replay.parallel import here
-from kvledger.audit.replay.windows import EVERYTHING
+from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.audit.text import tenant_of
-from kvledger.exporters.facts.sides import TENANT, side_at
+from kvledger.exporters.facts.sides import TENANT, Side, sides_at
 
 LABELS = (
     None,
@@ -43,5 +43,30 @@ def test_rows_and_accounts_name_the_same_tenants(
     for labels in LABELS:
         tenant = tenant_of(labels) or BY_NAME["group"].none
         expected[tenant] = expected.get(tenant, 0) + 1
-    found = side_at([folder], EVERYTHING, here).labels[TENANT]
+    (side,) = sides_at([folder], [EVERYTHING], here)
+    found = side.labels[TENANT]
     assert expected == {tenant: figures["requests"] for tenant, figures in found.items()}
+
+
+def said(side: Side) -> list[object]:
+    audit = side.audit
+    found = [(one.id, one.request, one.at) for one in audit.violations]
+    doubts = [engine.doubts for engine in audit.engines]
+    figures = side.figures, side.missed, side.findings, side.work, side.busy_us, audit.totals.requests
+    return [audit.verdict, audit.notes, found, doubts, *figures]
+
+
+def test_two_windows_that_are_read_at_once_are_those_that_are_read_alone(tmp_path: Path) -> None:
+    """The first request has a finding, and after the second one events are lost."""
+    first = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
+    second = [replace(each, at=each.at + 60_000_000) for each in events(40, "A0+0 s40 o+ F", request=1)]
+    stream = [*first, *second, Gap(second[-1].at, 5, "full")]
+    folder = journals.write(tmp_path / "engine-0", stream, stopped=False)
+    ends = [journals.STARTED.began_seconds + one.at / 1e6 for one in stream if isinstance(one, Finished)]
+    middle = sum(ends) / 2
+    windows = [Window(middle, None), Window(None, middle), Window(ends[0], ends[1] + 1.0)]
+
+    alone = [said(*sides_at([folder], [window], here)) for window in windows]
+
+    assert alone == [said(side) for side in sides_at([folder], windows, here)]
+    assert ["unknown", "violated", "violated"] == [verdict for verdict, *_ in alone]
