@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ from .cli_run import (
     NOT_DASK,
     WINDOW,
     Reading,
-    Report,
     command,
     further,
     left_out_to,
 )
 from .cli_run import app as app
 from .cli_run import main as main
+from .exporters.answer import Answer
 
 SHELLS = "bash|zsh|fish"
 
@@ -54,7 +53,7 @@ def audit(
     format: str = choice("--format text|json|csv|github", "The output format."),
     fail_on: str = choice("--fail-on violation|drift", "What exit code 1 stands for, beside a violation."),
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Check every account and print the verdict.
 
     Prints the verdict, the findings and where prompt tokens came from. As csv: one line per finding. As
@@ -62,8 +61,8 @@ def audit(
     """
     from .audit.replay.journals import audit_paths
     from .audit.replay.observers import Lost, Steps
-    from .exporters.reports import annotations, audit_text
-    from .exporters.reports.audit_data import findings_csv, report
+    from .exporters.reports.audit_data import report
+    from .exporters.reports.audit_text import answer
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
@@ -77,13 +76,8 @@ def audit(
     for note in result.notes if format == "csv" else ():  # csv has no place for them
         typer.echo(note, err=True)
 
-    return Report(
-        result,
-        partial(audit_text.render, verbose=verbose),
-        findings_csv,
-        code=CODES["violated" if fail_on == "drift" and result.drift else result.verdict],
-        others={"github": annotations.github},
-    )
+    code = CODES["violated" if fail_on == "drift" and result.drift else result.verdict]
+    return answer(result, verbose=verbose)._replace(code=code)
 
 
 @command(opt.RIGHT, "show /var/lib/kvledger cmpl-4f", "show /var/lib/kvledger cmpl-4f --every")
@@ -93,22 +87,20 @@ def show(
     every: bool = option("--every", "Print each entry; do not fold repeated entries."),
     format: str = opt.TEXT,
     read: Reading = WINDOW,
-) -> Report:
+) -> Answer:
     """Print the account of one request or call.
 
     REQUEST is any id that the client knows: the id of the response, the X-Request-Id, a trace id, or the
     engine's own. As csv: one line per entry.
     """
     from .audit.replay.journals import statements
-    from .exporters.reports import call
     from .exporters.reports import statement as report
-    from .exporters.reports.audit_data import lines_csv, statement_data
 
     with read.journals(paths) as (places, window, run):
         found = statements(places, request, window=window, run=run)
     if len(found) > 1:
-        return Report(found, partial(call.render, request), call.as_csv, partial(call.data, request))
-    return Report(found[0], partial(report.render, every_entry=every), lines_csv, statement_data)
+        return report.answer_of_call(request, found)
+    return report.answer(found[0], every_entry=every)
 
 
 @command(
@@ -123,7 +115,7 @@ def show(
 def check(
     url: str = argument("URL", "The address of the server."),
     format: str = opt.TEXT_OR_JSON,
-) -> Report:
+) -> Answer:
     """Check a running server from outside.
 
     Nothing is installed there. Reads the release, the models and /metrics, twice within a second: which known
@@ -134,7 +126,7 @@ def check(
     from .exporters.reports import check as report
 
     result = report.checked(served_engine.ask(url))
-    return Report(result, report.render, None, code=CODES[result.verdict])
+    return report.answer(result)._replace(code=CODES[result.verdict])
 
 
 @further(
@@ -152,7 +144,7 @@ def usage(
     verbose: bool = opt.VERBOSE,
     format: str = opt.TEXT,
     read: Reading = WINDOW,
-) -> Report:
+) -> Answer:
     """Compare the usage that clients were told with the ledger, call by call.
 
     The log has one JSON object a line: OpenAI responses, LiteLLM's logging payload, OpenTelemetry spans, or
@@ -165,8 +157,7 @@ def usage(
     told = usage_logs.read(log)
     with read.journals(paths, local=True) as (places, window, _):
         result = report.usage(journals_at(places), told, window)
-    render, data = partial(report.render, log=told, verbose=verbose), partial(report.data, log=told)
-    return Report(result, render, report.as_csv, data, CODES[report.verdict(result)])
+    return report.answer(result, told, verbose=verbose)
 
 
 @further(
@@ -189,7 +180,7 @@ def routing(
     verbose: bool = opt.VERBOSE,
     format: str = opt.TEXT,
     read: Reading = NONE,
-) -> Report:
+) -> Answer:
     """Compare the hits that a router's index promises with what engines had.
 
     Request by request. The KV events that kvledger journals record-events wrote beside the journals are
@@ -201,7 +192,7 @@ def routing(
 
     with read.journals(paths, local=True) as (places, _, _):
         result = report.measured(journals_at(places), index, predictions)
-    return Report(result, partial(report.render, verbose=verbose), report.as_csv, report.data)
+    return report.answer(result, verbose=verbose)
 
 
 @command(
@@ -220,7 +211,7 @@ def summary(
     gpu_hour: float = opt.GPU_HOUR,
     format: str = opt.TABLE,
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Sum up hits, rework, waits.
 
     Also preemptions, and what lost work cost. Needs the analysis extra: pip install 'kvledger[analysis]'.
@@ -240,7 +231,7 @@ def summary(
             percentiles=percentiles,
             group_costs=format != "table",
         )
-    return Report(rows, report.render, report.as_csv)
+    return report.answer(rows)
 
 
 @command(opt.WHY, "why /var/lib/kvledger", "why /var/lib/kvledger --since 1h --format csv")
@@ -252,7 +243,7 @@ def why(
     session: str = opt.SESSION,
     format: str = opt.TABLE,
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Explain prefix-cache misses by proven cause.
 
     With --session it prints the turns of this session, as kvledger why turns does. Needs the analysis extra:
@@ -268,9 +259,9 @@ def why(
     with read.journals(paths) as (places, window, run):
         if session:
             told = of_sessions.turns(places, session=session, window=window, run=run)
-            return Report(told, of_sessions.render_session, of_sessions.as_csv)
+            return of_sessions.answer_of_session(told)
         found = report.why(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by, where=where)
-        return Report(explained_with(found), report.render, report.as_csv)
+        return report.answer(explained_with(found))
 
 
 @command(
@@ -283,7 +274,7 @@ def query(
     sql: str = argument("SELECT", "One SELECT statement."),
     format: str = opt.TABLE,
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Answer a question in SQL over the rows of requests.
 
     The tables are requests, causes, activity, findings and engines; docs/reference/tables.md lists their
@@ -293,10 +284,10 @@ def query(
     from .exporters.reports import query as report
 
     with read.journals(paths) as (places, window, run):
-        answer = report.ask(places, sql, window=window, run=run)
-    for note in answer.notes if format == "csv" else ():  # csv has no place for them
+        found = report.ask(places, sql, window=window, run=run)
+    for note in found.notes if format == "csv" else ():  # csv has no place for them
         typer.echo(note, err=True)
-    return Report(answer, report.render, report.as_csv)
+    return report.answer(found)
 
 
 @command(
@@ -327,15 +318,15 @@ def whatif(
     ),
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
-) -> Report:
+) -> Answer:
     """Compute the hits of more blocks or a second tier.
 
     Replays the blocks of a journal of level blocks, or a request trace in the Mooncake format, on pools of
     other sizes. kvledger simulate runs the scheduler too, with any other setting.
     """
     from .audit.analysis.whatif import Options
+    from .exporters.answer import size
     from .exporters.reports import whatif as report
-    from .exporters.reports.terminal import size
 
     options = Options(
         blocks=report.counts(blocks),
@@ -344,8 +335,7 @@ def whatif(
         skip=skip,
     )
     with read.journals(paths) as (places, window, run):
-        result = report.study(places, options, block_tokens=block_size, window=window, run=run)
-    return Report(result, report.render, report.as_csv)
+        return report.answer(report.study(places, options, block_tokens=block_size, window=window, run=run))
 
 
 def _page(output: Path, html: str) -> bool:
@@ -389,7 +379,7 @@ def simulate(
     output: Path | None = option("--output -o FILE", "Also write an HTML page; - prints it only."),
     format: str = opt.TABLE,
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Run recorded traffic with other settings or releases.
 
     The requests of a journal of level blocks come at their recorded times to the real scheduler, in simulated
@@ -397,7 +387,6 @@ def simulate(
     trace in the Mooncake format needs --set num_gpu_blocks=N. With --dask, workers simulate configurations.
     """
     from .exporters.reports import simulate as report
-    from .exporters.reports import simulate_page
 
     with read.journals(paths, local=True) as (places, window, run):
         result = report.run(
@@ -415,9 +404,9 @@ def simulate(
             steps_of=steps_of,
             away=run if read.dask else None,
         )
-    if output is not None and _page(output, simulate_page.html(result)):
+    if output is not None and _page(output, report.html(result)):
         raise typer.Exit(result.code)
-    return Report(result, report.render, report.as_csv, code=result.code)
+    return report.answer(result)
 
 
 @further(
@@ -430,7 +419,7 @@ def prefixes(
     top: int = option("--top N", "How many prefixes to list.", 20, min=1),
     format: str = opt.TABLE,
     read: Reading = JOBS,
-) -> Report:
+) -> Answer:
     """List the shared prefixes for which the cache saved and lost most.
 
     Prefixes are opaque: their labels come from keyed block hashes.
@@ -438,7 +427,7 @@ def prefixes(
     from .exporters.reports import prefixes as report
 
     with read.journals(paths) as (places, _, run):
-        return Report(report.prefixes(places, most=top, run=run), report.render, report.as_csv)
+        return report.answer(report.prefixes(places, most=top, run=run))
 
 
 @further("summary store", "/var/lib/kvledger", "/var/lib/kvledger --format json")
@@ -446,7 +435,7 @@ def store(
     paths: list[Path] = opt.BLOCK_PATHS,
     format: str = opt.TABLE,
     read: Reading = JOBS,
-) -> Report:
+) -> Answer:
     """Sum up what the connector's store returned.
 
     KV stored, read and never read, seconds waited and saved. What is stored is known at level blocks, of
@@ -455,7 +444,7 @@ def store(
     from .exporters.reports import store as report
 
     with read.journals(paths) as (places, _, run):
-        return Report(report.store(places, run=run), report.render, report.as_csv)
+        return report.answer(report.store(places, run=run))
 
 
 @further("why turns", "/var/lib/kvledger", "/var/lib/kvledger --session chat-42")
@@ -466,7 +455,7 @@ def turns(
     block_size: int = opt.BLOCK_SIZE,
     format: str = opt.TABLE,
     read: Reading = NOT_DASK,
-) -> Report:
+) -> Answer:
     """Explain what turns of sessions missed of the turn before.
 
     A session is vLLM's session id, what KVLEDGER_SESSION finds in the request id, or inferred from block
@@ -483,17 +472,16 @@ def turns(
             window=window,
             run=run,
         )
-    render = report.render_session if session else report.render
-    return Report(result, render, report.as_csv, data=(lambda one: one) if session else report.data)
+    return report.answer_of_session(result) if session else report.answer(result)
 
 
 @further("summary blocks", "/var/lib/kvledger")
-def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Report:
+def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: Reading = JOBS) -> Answer:
     """Sum up how blocks were used: states, evictions, lifetimes, reuse."""
     from .exporters.reports import block_use as report
 
     with read.journals(paths) as (places, _, run):
-        return Report(report.block_use(places, run=run), report.render, report.as_csv)
+        return report.answer(report.block_use(places, run=run))
 
 
 @command(opt.SETUP, "journals /var/lib/kvledger", "journals /var/lib/kvledger --audit")
@@ -504,7 +492,7 @@ def journals(
     audit: bool = option("--audit", "Replay the journals and print their verdicts."),
     format: str = opt.TABLE,
     read: Reading = JOBS,
-) -> Report:
+) -> Answer:
     """List the journals.
 
     With their names, models, hosts, releases, times, requests and bytes. Every command takes a short name in
@@ -515,7 +503,7 @@ def journals(
     from .exporters.reports import listing as report
 
     with read.journals(paths) as (places, _, run):
-        return Report(report.journals(places, audit=audit, run=run), report.render, report.as_csv)
+        return report.answer(report.journals(places, audit=audit, run=run))
 
 
 @further("journals compact", "/var/lib/kvledger", "/var/lib/kvledger --keep 30d")
@@ -524,7 +512,7 @@ def compact(
     keep: str = option("--keep AGE", "Remove rows of requests that ended longer ago, such as 30d."),
     format: str = opt.TABLE,
     read: Reading = JOBS,
-) -> Report:
+) -> Answer:
     """Read journals once, and keep their requests as rows of Parquet.
 
     The rows are in .kvledger-facts beside the journals, by engine and hour; summary, why, report and query
@@ -534,11 +522,10 @@ def compact(
     Needs the analysis extra: pip install 'kvledger[analysis]'.
     """
     from .exporters.facts.retention import retention
-    from .exporters.reports import compact as report
+    from .exporters.reports import listing as report
 
     with read.journals(paths, local=True) as (places, _, run):
-        rows = report.compact_all(places, keep=retention(keep), run=run)
-        return Report(rows, report.render, report.as_csv)
+        return report.answer_of_compacted(report.compact_all(places, keep=retention(keep), run=run))
 
 
 @further(
@@ -554,15 +541,15 @@ def prune(
     most: str = option("--most SIZE", "The oldest journals, until the rest takes SIZE at most: 50GiB."),
     yes: bool = option("--yes", "Remove them."),
     format: str = opt.TABLE,
-) -> Report:
+) -> Answer:
     """Remove old journals of ended engines; without --yes, list them only.
 
     Journals of live engines stay. Workers' journals go with those of their engine. Recordings of KV
     events are journals of their own.
     """
     from .audit.replay.windows import window
+    from .exporters.answer import size
     from .exporters.reports import listing as report
-    from .exporters.reports.terminal import size
 
     result = report.prune(
         folder,
@@ -570,7 +557,7 @@ def prune(
         most_bytes=size(most) if most else None,
         remove=yes,
     )
-    return Report(result, report.render_pruned, report.pruned_csv)
+    return report.answer_of_pruned(result)
 
 
 @command(
@@ -597,7 +584,7 @@ def diff(
     verbose: bool = option("--verbose -v", "Print figures that did not change too."),
     format: str = opt.TABLE,
     read: Reading = ALL,
-) -> Report:
+) -> Answer:
     """Compare two traces: figures, findings, meanings.
 
     Where the two vLLM releases mean different things by a figure, both meanings are printed. Needs the
@@ -619,11 +606,10 @@ def diff(
                 run=run,
                 by=by,
             )
-        render = partial(explained.render, verbose=verbose)
-        return Report(found, render, explained.as_csv, explained.data, found.explanation.code)
+        return explained.answer(found, verbose=verbose)
     with read.journals([before, after]) as (_, window, run):
         result = report.compare(journals([before]), journals([after]), window=window, run=run, by=by)
-    return Report(result, partial(report.render, verbose=verbose), report.as_csv)
+    return report.answer(result, verbose=verbose)
 
 
 @command(
@@ -644,7 +630,7 @@ def incident(
     verbose: bool = option("--verbose -v", "Print all causes, and figures that did not change."),
     format: str = opt.TEXT,
     read: Reading = JOBS,
-) -> Report:
+) -> Answer:
     """Name the likeliest cause of an alarm.
 
     Compares with a time before. Prints the cause with what helps now and the command to run next, what became
@@ -655,8 +641,7 @@ def incident(
 
     with read.journals(paths) as (places, _, run):
         found = report.incident(places, at=at, since=since, against=against, run=run)
-    code = CODES[found.verdicts[1]]
-    return Report(found, partial(report.render, verbose=verbose), report.as_csv, code=code)
+    return report.answer(found, verbose=verbose)._replace(code=CODES[found.verdicts[1]])
 
 
 @command(opt.RIGHT, "explain", "explain tokens/negative", "explain admission")
@@ -668,13 +653,13 @@ def explain(
     ),
 ) -> None:
     """Explain an invariant, a term or a known fault."""
-    from .exporters.reports import explain as report
-    from .exporters.reports import terminal
+    from .exporters.reports import faults as report
+    from .exporters.terminal import rendered, show
 
     if name:
         typer.echo(report.explanation(name))
     else:
-        terminal.show(report.listing())
+        show(rendered(report.names()))
 
 
 @further("doctor faults", "--vllm 0.18.1", "--lmcache 0.3.9 --format csv")
@@ -682,7 +667,7 @@ def faults(
     vllm: str = option("--vllm RELEASE", "A release of vLLM."),
     lmcache: str = option("--lmcache RELEASE", "A release of LMCache."),
     format: str = opt.TEXT,
-) -> Report:
+) -> Answer:
     """List the known faults of a vLLM or LMCache release.
 
     Each with its conditions, the releases that have it and the finding that shows it. Without options: of
@@ -692,7 +677,7 @@ def faults(
     from .exporters.reports import faults as report
 
     known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
-    return Report(known, report.render, report.as_csv, report.as_data)
+    return report.answer(known)
 
 
 # --- write files ----------------------------------------------------------------------------------------
@@ -710,17 +695,18 @@ def report(
 
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
-    from .exporters.reports import audit_text, html_page, terminal
+    from .exporters.reports import audit_text, page
+    from .exporters.terminal import rendered, show
 
     with read.journals(paths) as (places, window, run):
-        page = html_page.gather(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by)
+        data = page.gather(places, window=window, run=run, gpu_hour=gpu_hour or None, by=by)
     if str(output) == "-":
-        typer.echo(html_page.html(page))
+        typer.echo(page.html(data))
     else:
-        html_page.save(page, output)
-        terminal.show(audit_text.answer(page.report), stderr=True)
+        page.save(data, output)
+        show(rendered(Answer(data, list(audit_text.sentences(data.report)))), stderr=True)
         typer.echo(f"Wrote {output}; open it in a browser.", err=True)
-    return CODES[page.report.verdict]
+    return CODES[data.report.verdict]
 
 
 @command(
@@ -791,7 +777,7 @@ def repro(
         "--any-release", "Drive the installed vLLM, although the journal is of another release."
     ),
     format: str = opt.TEXT_OR_JSON,
-) -> int:
+) -> Answer | int:
     """Turn a finding into a small test.
 
     The pytest file fails without kvledger. Cuts the journal down, drives the scheduler of the installed vLLM,
@@ -830,19 +816,18 @@ def doctor(
         "--import", "Import vLLM too, which takes longer: does the installation work?"
     ),
     format: str = opt.TEXT,
-) -> Report:
+) -> Answer:
     """Check whether the vLLM here can be observed.
 
     Reads vLLM's source files, which takes a second. As csv: one line per fact, by topic.
     """
     from .audit.entry.doctor import diagnose
     from .exporters.reports import doctor as report
-    from .exporters.reports import terminal
+    from .exporters.terminal import spinner
 
     _silence_vllm()
-    diagnosis = diagnose(with_import=with_import, importing=lambda: terminal.spinner("importing vLLM"))
-    render, code = partial(report.render, verbose=verbose), 0 if diagnosis.observed else 1
-    return Report(diagnosis, render, report.as_csv, report.as_data, code)
+    diagnosis = diagnose(with_import=with_import, importing=lambda: spinner("importing vLLM"))
+    return report.answer(diagnosis, verbose=verbose)
 
 
 @further("audit follow", "/var/lib/kvledger")
@@ -857,7 +842,7 @@ def tail(
     Prints plain lines where the output is not a terminal; as json one object per line, as csv the totals
     only. Ends when all engines have ended, or with Ctrl-C.
     """
-    from .exporters.reports.tail_lines import follow
+    from .exporters.reports.tail import follow
 
     follow(path, wait=wait, format=format, by=by)
 
@@ -1033,7 +1018,7 @@ def demo(
         "An empty or new folder for journal, log and result. Default: a temporary folder, which is not "
         "removed.",
     ),
-) -> int:
+) -> Answer:
     """Run a real vLLM engine on this CPU and audit it.
 
     The engine serves a tiny generated model, with shared prefixes, too few blocks and a connector that
@@ -1041,10 +1026,7 @@ def demo(
     """
     from .exporters.reports import demo as report
 
-    if inject == "list":
-        report.show_injections()
-        return 0
-    return report.run(inject, keep, as_json=format == "json", verbose=verbose)
+    return report.injections() if inject == "list" else report.run(inject, keep, verbose=verbose)
 
 
 @command(
@@ -1073,7 +1055,7 @@ def conformance(
     ),
     verbose: bool = option("--verbose -v", "List clean situations too, and print vLLM's log."),
     format: str = choice("--format text|json|markdown", "The output format."),
-) -> int:
+) -> Answer:
     """Drive a KV connector through a scenario; score it.
 
     The real scheduler and the connector's own scheduler side and worker side run on the CPU. The model is
@@ -1081,15 +1063,15 @@ def conformance(
     """
     from .audit.errors import LedgerError
     from .exporters.reports import conformance as report
-    from .exporters.reports import key_card
 
     if not verbose:
         _silence_vllm()
     if keys:
-        return CODES[key_card.run(connector, module, options, format)]
+        return report.run_keys(connector, module, options)
     if not connector:
         raise LedgerError("Name a connector, or give --keys.")
-    return CODES[report.run(connector, module, options, format, disaggregated or None, verbose=verbose)]
+    whole = verbose or format == "markdown"  # a page lists clean situations too
+    return report.run(connector, module, options, disaggregated or None, verbose=whole)
 
 
 @further(
@@ -1111,16 +1093,15 @@ def bisect(
     ),
     jobs: int = option("--jobs -j N", "Releases at a time. Default: one per core."),
     format: str = opt.TEXT_OR_JSON,
-) -> Report:
+) -> Answer:
     """Run a test of repro on several vLLM releases.
 
     It prints the first bad, the last bad and the first good one. A checkout of kvledger has environments for
     the releases (scripts/releases.py builds them). Elsewhere, name the interpreters of your own environments.
     """
-    from .exporters.reports import bisect as report
+    from .exporters.reports import repro as report
 
-    result = report.run(file, releases, python or (), jobs)
-    return Report(result, report.render, None, report.as_data, 0 if result.first_bad else 1)
+    return report.bisect(file, releases, python or (), jobs)
 
 
 @further("repro checks", "-o tests/kv_invariants.py")

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
@@ -24,6 +24,7 @@ import typer
 from . import __version__
 from . import cli_options as opt
 from .cli_options import option
+from .exporters.answer import Answer
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 BAD_INPUT = 2
@@ -89,36 +90,7 @@ NOT_DASK: Any = ("since", "until", "jobs")
 ALL: Any = Reading._fields
 
 
-class Report(NamedTuple):
-    """What a command found, how it reads in each format, and the command's exit code."""
-
-    result: Any
-    render: Callable[[Any], Any]
-    """For a person: what rich prints."""
-    as_csv: Callable[[Any], str] | None
-    data: Callable[[Any], Any] = lambda result: result
-    """For JSON."""
-    code: int = 0
-    others: Mapping[str, Callable[[Any], str]] = {}
-    """Formats that this command alone has."""
-
-    def show(self, format: str) -> None:
-        """Print it."""
-        if format in self.others:
-            typer.echo(self.others[format](self.result))
-        elif format == "csv" and self.as_csv is not None:
-            typer.echo(self.as_csv(self.result))
-        elif format == "json":
-            from .exporters.reports.audit_data import as_json
-
-            typer.echo(as_json(self.data(self.result)))
-        else:
-            from .exporters.reports import terminal
-
-            terminal.show(self.render(self.result))
-
-
-Function = TypeVar("Function", bound=Callable[..., Report | int | None])
+Function = TypeVar("Function", bound=Callable[..., Answer | int | None])
 
 
 def command(
@@ -126,7 +98,7 @@ def command(
 ) -> Callable[[Function], Function]:
     """Register a command by the question that it answers (``panel``), with examples at the end of its help.
 
-    It returns an exit code, or a :class:`Report`, which is printed in the format that its option says.
+    It returns an exit code, or a :class:`Answer`, which is printed in the format that its option says.
     """
 
     def register(function: Function) -> Function:
@@ -138,8 +110,10 @@ def command(
             if names is not None:
                 given["read"] = DEFAULTS._replace(**{each: given.pop(each) for each in names})
             found = function(**given)
-            if isinstance(found, Report):
-                found.show(given["format"])
+            if isinstance(found, Answer):
+                from .exporters import writers
+
+                writers.show(found, given["format"])
                 found = found.code
             raise typer.Exit(found or 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..audit.replay.parallel import Processes, Run, collect_rarely, is_remote
-from .reports.terminal import console
+from .terminal import console
 
 if TYPE_CHECKING:
     from rich.progress import Progress

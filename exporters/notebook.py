@@ -11,14 +11,13 @@ Every answer is displayed by the notebook, and has its figures as ``data``.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from ..audit.analysis.whatif import Options
 from ..audit.errors import LedgerError
@@ -28,24 +27,13 @@ from ..audit.replay.observers import Lost, Steps
 from ..audit.replay.parallel import Run
 from ..audit.replay.windows import Window, window
 from . import usage_logs
+from .answer import Answer
 from .inputs import reading
-from .reports import (
-    audit_text,
-    block_use,
-    call,
-    html_page,
-    prefixes,
-    statement,
-    summary,
-    turns,
-    usage,
-    whatif,
-    why,
-)
+from .reports import audit_text, block_use, page, prefixes, statement, summary, turns, usage, whatif, why
 from .reports.audit_data import AuditReport, report
 from .reports.conclusions import concluded, explained_with
 from .reports.costs import costs_of
-from .reports.terminal import PLAIN_WIDTH
+from .terminal import PLAIN_WIDTH, rendered
 from .trace.columns import TABLES
 
 _BLOCK = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pre>'
@@ -53,12 +41,8 @@ _BLOCK = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</p
 Choice = str | Path
 
 
-class Answer:
-    """What a command prints, and its figures as ``data``."""
-
-    def __init__(self, data: Any, render: Callable[[Any], RenderableType]) -> None:
-        self.data = data
-        self._render = render
+class Shown(Answer):
+    """An answer that a notebook displays as text."""
 
     def __repr__(self) -> str:
         return self._recorded().export_text().rstrip()
@@ -74,7 +58,7 @@ class Answer:
             highlight=False,
             force_jupyter=False,  # else rich displays what is recorded, too
         )
-        console.print(self._render(self.data))
+        console.print(rendered(self))
         return console
 
 
@@ -119,57 +103,57 @@ class Audit:
         """``clean``, ``violated`` or ``unknown``."""
         return self.data.verdict
 
-    def summary(self, by: str = "", *, gpu_hour: float | None = None) -> Answer:
+    def summary(self, by: str = "", *, gpu_hour: float | None = None) -> Shown:
         """Totals, by group if ``by`` names groups, as for ``kvledger summary``."""
         with reading(self._paths) as (places, run):
             data = summary.summarize(
                 places, by, window=self._window, run=run, with_costs=True, gpu_hour=gpu_hour
             )
-        return Answer(data, summary.render)
+        return Shown(*summary.answer(data))
 
-    def why(self, by: str = "", *, gpu_hour: float | None = None) -> Answer:
+    def why(self, by: str = "", *, gpu_hour: float | None = None) -> Shown:
         """Why prompt tokens missed the caches, as ``kvledger why``."""
         with reading(self._paths) as (places, run):
             data = why.why(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
-        return Answer(explained_with(data), why.render)
+        return Shown(*why.answer(explained_with(data)))
 
-    def show(self, request: str, *, every: bool = False) -> Answer:
+    def show(self, request: str, *, every: bool = False) -> Shown:
         """The account of a request, or the requests of a call, by any id that its client knows."""
         with reading(self._paths) as (places, run):
             found = statements(places, request, window=self._window, run=run)
         if len(found) > 1:
-            return Answer(found, partial(call.render, request))
-        return Answer(found[0], partial(statement.render, every_entry=every))
+            return Shown(*statement.answer_of_call(request, found))
+        return Shown(*statement.answer(found[0], every_entry=every))
 
-    def usage(self, log: Choice, *, verbose: bool = False) -> Answer:
+    def usage(self, log: Choice, *, verbose: bool = False) -> Shown:
         """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
         told = usage_logs.read(Path(log))
         with reading(self._paths, local=True) as (places, _):
             data = usage.usage(journals_at(places), told, self._window)
-        return Answer(data, partial(usage.render, log=told, verbose=verbose))
+        return Shown(*usage.answer(data, told, verbose=verbose))
 
-    def whatif(self, blocks: str = "", *, tiers: str = "", skip: float = 0.0) -> Answer:
+    def whatif(self, blocks: str = "", *, tiers: str = "", skip: float = 0.0) -> Shown:
         """The hits of another number of blocks, with options written as for ``kvledger whatif``."""
         options = Options(blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip)
         with reading(self._paths) as (places, run):
             data = whatif.study(places, options, window=self._window, run=run)
-        return Answer(data, whatif.render)
+        return Shown(*whatif.answer(data))
 
-    def prefixes(self, top: int = 20) -> Answer:
+    def prefixes(self, top: int = 20) -> Shown:
         """The shared prefixes for which the cache saved and lost most, as ``kvledger summary prefixes``."""
         with self._whole("prefixes") as (places, run):
-            return Answer(prefixes.prefixes(places, most=top, run=run), prefixes.render)
+            return Shown(*prefixes.answer(prefixes.prefixes(places, most=top, run=run)))
 
-    def turns(self, session: str = "", *, worst: int = 20) -> Answer:
+    def turns(self, session: str = "", *, worst: int = 20) -> Shown:
         """What turns of sessions missed of the turn before, as ``kvledger why turns``."""
         with reading(self._paths) as (places, run):
             data = turns.turns(places, session=session, most=worst, window=self._window, run=run)
-        return Answer(data, turns.render_session if session else turns.render)
+        return Shown(*(turns.answer_of_session if session else turns.answer)(data))
 
-    def blocks(self) -> Answer:
+    def blocks(self) -> Shown:
         """How blocks were used, as ``kvledger summary blocks``."""
         with self._whole("blocks") as (places, run):
-            return Answer(block_use.block_use(places, run=run), block_use.render)
+            return Shown(*block_use.answer(block_use.block_use(places, run=run)))
 
     def _whole(self, name: str) -> AbstractContextManager[tuple[list[Path], Run]]:
         """The journals, for an answer that reads no part of them."""
@@ -194,14 +178,14 @@ class Audit:
     def report(self, output: Choice | None = None, *, by: str = "", gpu_hour: float | None = None) -> Page:
         """The HTML report, also written to ``output``, as ``kvledger export html``."""
         with reading(self._paths) as (places, run):
-            data = html_page.gather(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
-        page = Page(html_page.html(data))
+            data = page.gather(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
+        shown = Page(page.html(data))
         if output is not None:
-            page.save(output)
-        return page
+            shown.save(output)
+        return shown
 
     def __repr__(self) -> str:
-        return repr(Answer(self.data, audit_text.answer))
+        return repr(Shown(self.data, list(audit_text.sentences(self.data))))
 
     def _repr_html_(self) -> str:
-        return Answer(self.data, audit_text.render)._repr_html_()
+        return Shown(*audit_text.answer(self.data))._repr_html_()

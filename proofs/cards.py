@@ -86,7 +86,7 @@ def card(name: str, options: list[str], variables: Mapping[str, str] = PLAIN, ti
     )
     if done.returncode not in (0, 1, 3) or not done.stdout:
         sys.exit(f"{name}: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}")
-    return done.stdout.replace(f"### {name}\n", f"### {title or name}\n", 1)
+    return f"### {title or name}\n\n{done.stdout}"
 
 
 def within(release: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""An audit as data: what ``--format json`` prints and what the terminal draws.
+"""An audit as data: what ``--format json`` prints, and what ``audit_text.py`` makes an answer of.
 
-Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. ``audit_text.py``
-prints it. New fields are appended, and none is removed or renamed. Figures are tokens of prompts or of work
-unless the field says requests.
+Plain structs, made from :class:`~kvledger.audit.replay.journals.Audit` in one go. New fields
+are appended, and none is removed or renamed. Figures are tokens of prompts or of work unless the field says
+requests.
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ from ...audit.checks.auditor import Found
 from ...audit.checks.coverage import Coverage, count_words, verdict_words
 from ...audit.checks.registry import Figure, Violation, catalogue
 from ...audit.figures.declared import FIGURES as DECLARED
-from ...audit.figures.totals import Totals
-from ...audit.ledger.account import Line
 from ...audit.replay.engine_audit import EngineAudit
-from ...audit.replay.journals import Audit, RequestStatement
+from ...audit.replay.journals import Audit
 from ...audit.text import utc
-from ..csv_cells import csv_of
+from ..answer import made
 from .contents import ContentsData, contents
 from .costs import CostReport
 from .weights import WeightsData, weights
-
-
-def share(part: int, whole: int) -> float | None:
-    """A part of a whole, 1 for all of it; None where the whole is 0."""
-    return part / whole if whole else None
 
 
 class JournalData(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,28 +194,15 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
         unknown=totals.unknown_requests,
         drift=sum(row.findings for row in found if row.severity == "drift"),
         preemptions=totals.preemptions,
-        totals=PromptTokens(
-            prompt_tokens=totals.prompt_tokens,
-            local=totals.local,
-            external=totals.external,
-            computed=totals.computed,
-            unattained=totals.unattained,
-            invalid_hits=totals.invalid_hits,
-        ),
+        totals=made(PromptTokens, totals),
         plan=plan(reconciliation.plan, totals.plan_requests),
         reported=reported(reconciliation),
         differences=[
             *differences(reconciliation.to_plan, "settled", "plan"),
             *(differences(reconciliation.to_reported, "plan", "reported") if reconciliation.reports else ()),
         ],
-        work=_work(totals),
-        external=ExternalData(
-            promised=totals.promised,
-            loaded=totals.loaded,
-            voided=totals.voided,
-            hit_again=totals.hit_again,
-            loaded_again=totals.loaded_again,
-        ),
+        work=made(WorkData, totals, rework=sum(totals.rework.values()), rework_by_cause=totals.rework),
+        external=made(ExternalData, totals),
         violations=violations,
         journals=[_journal(engine_audit) for engine_audit in audit.engines],
         notes=audit.notes,
@@ -239,13 +219,7 @@ def report(audit: Audit, costs: CostReport | None = None) -> AuditReport:
 
 def plan(figures: Figures, requests: int) -> PlannedSplit:
     """Figures as a planned, reported or counted row, which have no unattained part."""
-    return PlannedSplit(
-        requests=requests,
-        prompt_tokens=figures.total,
-        local=figures.local,
-        external=figures.external,
-        computed=figures.computed,
-    )
+    return made(PlannedSplit, figures, requests=requests, prompt_tokens=figures.total)
 
 
 def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
@@ -258,16 +232,14 @@ def reported(reconciliation: Reconciliation) -> PlannedSplit | None:
 def differences(by_cause: Differences, from_: str, to: str) -> list[DifferenceData]:
     """The named differences between two rows, most requests first."""
     rows = [
-        DifferenceData(
+        made(
+            DifferenceData,
+            row.figures,
             from_=from_,
             to=to,
             cause=cause,
             text=DIFFERENCES[cause],
             requests=row.requests,
-            local=row.figures.local,
-            external=row.figures.external,
-            computed=row.figures.computed,
-            unattained=row.figures.unattained,
         )
         for cause, row in by_cause.items()
     ]
@@ -277,38 +249,13 @@ def differences(by_cause: Differences, from_: str, to: str) -> list[DifferenceDa
 
 def finding(violation: Violation, began_seconds: float | None) -> FindingData:
     """A violation or a drift as data. ``began_seconds``: Unix time from which its journal's times count."""
-    return FindingData(
-        id=violation.id,
-        severity=violation.severity,
-        engine=violation.engine,
-        request=violation.request,
-        life=violation.life,
-        step=violation.step,
+    return made(
+        FindingData,
+        violation,
         at_seconds=violation.at / 1e6,
-        message=violation.message,
-        figures=violation.figures,
         references=[reference.url for reference in violation.references],
-        repeats=violation.repeats,
-        last_step=violation.last_step,
-        story=violation.story,
         when="" if began_seconds is None else utc(began_seconds + violation.at / 1e6, milliseconds=True),
         stop_now=catalogue()[violation.id].stop_now,
-        tenant=violation.tenant,
-        session=violation.session,
-        tokens=violation.tokens,
-    )
-
-
-def _work(totals: Totals) -> WorkData:
-    return WorkData(
-        scheduled=totals.scheduled,
-        first_prompt=totals.first_prompt,
-        first_output=totals.first_output,
-        rework=sum(totals.rework.values()),
-        rework_by_cause=totals.rework,
-        rejected=totals.rejected,
-        overrun=totals.overrun,
-        in_flight=totals.in_flight,
     )
 
 
@@ -328,21 +275,6 @@ def _journal(engine_audit: EngineAudit) -> JournalData:
     )
 
 
-def statement_data(statement: RequestStatement) -> dict[str, object]:
-    """The account statement of a request as plain data."""
-    account = statement.account
-    return {
-        "engine": statement.engine,
-        "journal": str(statement.path),
-        "account": msgspec.to_builtins(account),
-        "lines": [line._asdict() for line in statement.lines],
-        "findings": [
-            msgspec.to_builtins(finding(violation, statement.began_seconds))
-            for violation in statement.findings
-        ],
-    }
-
-
 def plain(data: object) -> Any:
     """Structs as dicts and lists."""
     return msgspec.to_builtins(data)
@@ -352,19 +284,3 @@ FINDING_COLUMNS = (
     "id", "severity", "engine", "request", "life", "step", "at_seconds", "repeats", "last_step", "message",
     "when", "tenant", "session", "stop_now", "tokens"
 )  # fmt: skip
-
-
-def findings_csv(report: AuditReport) -> str:
-    """The findings of an audit, one line each."""
-    rows = ([getattr(finding, name) for name in FINDING_COLUMNS] for finding in report.violations)
-    return csv_of(FINDING_COLUMNS, rows)
-
-
-def lines_csv(statement: RequestStatement) -> str:
-    """The entries of an account statement, one line each; times are microseconds since observation began."""
-    return csv_of(Line._fields, statement.lines)
-
-
-def as_json(data: object) -> str:
-    """One JSON object, indented."""
-    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()

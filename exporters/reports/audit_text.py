@@ -1,35 +1,43 @@
-"""An audit for a person at a terminal: the verdict and its reasons, then tables of sources and work.
+"""An audit as an answer: the verdict and its reasons, then findings, sources, work; GitHub's annotations.
 
-Drawn from the data of ``audit_data.py``; no figure is made here. Account statements of one request are in
+Made of the data of ``audit_data.py``; no figure is made here. Account statements of one request are in
 ``statement.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
-
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from ...audit.causes import external_loss, loss
 from ...audit.checks.auditor import Found
-from . import contents, costs, weights
-from .audit_data import AuditReport, DifferenceData, ExternalData, FindingData, PlannedSplit, WorkData
-from .terminal import (
-    VERDICTS,
-    blocks,
-    bullets,
+from ..answer import (
+    BAD,
+    DIM,
+    DOUBT,
+    Answer,
+    Lines,
+    Part,
+    Sum,
+    Table,
+    Words,
     counted,
-    figures_table,
-    indented,
     listed,
     notes,
+    of_fields,
     part_of,
-    percent,
-    title,
+    share,
+    signed,
+)
+from . import contents, costs, weights
+from .audit_data import (
+    FINDING_COLUMNS,
+    AuditReport,
+    DifferenceData,
+    ExternalData,
+    FindingData,
+    PlannedSplit,
+    WorkData,
 )
 
 SHOWN_FINDINGS = 10
@@ -37,13 +45,13 @@ SHOWN_FINDINGS = 10
 
 WATERFALL = "Indented rows lead from the line above to the line below."
 
-_SOURCES = (
+SOURCES = (
     "Each prompt token is counted once, by where its KV first came from: the local prefix cache, the KV "
     "connector (external), or computation. Unattained tokens had no KV when the request ended."
 )
 _WORK = "Each scheduled token is counted once. Rework is computed again because its KV was lost."
 _EXTERNAL = "Repeat hits and repeat loads are tokens whose KV the request had before and lost."
-_DRIFT = (
+DRIFT = (
     "A drift is a figure that the engine counts by a deliberate but misleading rule, a difference between "
     "two computations of one block, or what follows from a choice of the caller; the verdict stays clean."
 )
@@ -52,54 +60,38 @@ Counters = tuple[PlannedSplit, list[DifferenceData]]
 """The engine's own counters as a row, and what leads to it."""
 
 
-class WaterfallRow(NamedTuple):
-    """One named difference: its cause, the cause in words, signed figures, and its number of requests."""
-
-    cause: str
-    text: str
-    figures: tuple[int, ...]
-    requests: int
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(report: AuditReport, *, verbose: bool = False) -> Group:
-    """The audit: the answer first, then findings and sources; ``verbose`` adds work and connector tables."""
-    if not verbose:
-        return blocks(
-            Group(answer(report), _journals_read(report)),
-            findings(report.violations, report.found, most=1, rest="with -v"),
-            notes(report.notes),
-            sources(report, None),
-            Text("More tables: -v. All figures: --format json.", style="dim"),
-        )
-    return blocks(
-        Group(answer(report), _journals_read(report)),
-        findings(report.violations, report.found),
-        notes(report.notes),
-        sources(report, None),
-        work(report.work),
-        None if report.costs is None else costs.render(report.costs),
-        external(report.external),
-        journals(report),
+def answer(report: AuditReport, *, verbose: bool = False) -> Answer:
+    """The verdict first, then findings and sources; ``verbose`` adds work and connector tables."""
+    most, rest = (SHOWN_FINDINGS, "in the JSON") if verbose else (1, "with -v")
+    found = findings(report.violations, report.found, most=most, rest=rest)
+    parts: list[Part] = [found, notes(report.notes), sources(report, None)]
+    if verbose:
+        lost = [] if report.costs is None else costs.parts(report.costs)
+        parts += [work(report.work), *lost, external(report.external), journals(report)]
+    else:
+        parts.append(Lines([Words("More tables: -v. All figures: --format json.", DIM)]))
+    return Answer(
+        report,
+        [*sentences(report), *_journals_read(report)],
+        parts,
+        of_fields(FINDING_COLUMNS, report.violations),
+        others={"github": lambda: github(report)},
     )
 
 
-# --- the answer -------------------------------------------------------------------------------------
-
-
-def answer(report: AuditReport) -> Group:
+def sentences(report: AuditReport) -> Iterator[str]:
     """The verdict, why it is not clean, and where prompt tokens and work went, a line each."""
-    return Group(*_answer(report))
-
-
-def _answer(report: AuditReport) -> Iterator[Text]:
-    yield verdict(report)
-    yield Text(counts(report))
-    yield from bullets(report.conclusions)
+    yield report.examined
+    yield counts(report)
+    yield from (f"- {each}" for each in report.conclusions)
     if report.drift:
-        yield Text(f"{_DRIFT} `kvledger explain drift` has an example.")
+        yield f"{DRIFT} `kvledger explain drift` has an example."
     if doubtful := report.unknown - report.began_before:
         lost = "Events are missing, so no figure below includes"
-        yield Text(f"{lost} {counted(doubtful, 'request')}.", style="yellow")
+        yield Words(f"{lost} {counted(doubtful, 'request')}.", DOUBT)
     totals = report.totals
     if totals.prompt_tokens:
         sources = [
@@ -110,27 +102,24 @@ def _answer(report: AuditReport) -> Iterator[Text]:
         sources += [f"{totals.unattained:,} unattained"] if totals.unattained else []
         if totals.invalid_hits:
             sources[-1] += f" ({counted(totals.invalid_hits, 'invalid hit')})"
-        yield Text(f"{counted(totals.prompt_tokens, 'prompt token')}: {', '.join(sources)}.")
+        yield f"{counted(totals.prompt_tokens, 'prompt token')}: {', '.join(sources)}."
     if report.work.scheduled:
         scheduled = counted(report.work.scheduled, "scheduled token")
-        yield Text(f"{scheduled}: {part_of(report.work.rework, report.work.scheduled, 'rework')}.")
+        yield f"{scheduled}: {part_of(report.work.rework, report.work.scheduled, 'rework')}."
     if report.contents is not None:
-        yield from map(Text, contents.sentences(report.contents))
+        yield from contents.sentences(report.contents)
     if report.weights is not None:
-        yield from map(Text, weights.sentences(report.weights))
+        yield from weights.sentences(report.weights)
 
 
-def _journals_read(report: AuditReport) -> Text:
+def _journals_read(report: AuditReport) -> Iterator[str]:
     events = counted(sum(journal.events for journal in report.journals), "event")
-    journals = counted(len(report.journals), "journal")
     engines = dict.fromkeys(f"{journal.engine} {journal.version}" for journal in report.journals)
-    read = f"Read {events} in {journals} of {listed(list(engines))}."
-    return Text("\n".join(filter(None, (read, report.coverage.limits))), style="dim")
-
-
-def verdict(report: AuditReport) -> Text:
-    """The first line: the verdict and what it covers."""
-    return Text.assemble((report.verdict, VERDICTS[report.verdict]), report.examined[len(report.verdict) :])
+    yield Words(
+        f"Read {events} in {counted(len(report.journals), 'journal')} of {listed(list(engines))}.", DIM
+    )
+    if report.coverage.limits:
+        yield Words(report.coverage.limits, DIM)
 
 
 def counts(report: AuditReport) -> str:
@@ -141,102 +130,79 @@ def counts(report: AuditReport) -> str:
     return ", ".join([*parts, counted(report.preemptions, "preemption")])
 
 
-def journals(report: AuditReport) -> Group:
+def journals(report: AuditReport) -> Lines:
     """Which journals were read, with their paths."""
-    lines: list[RenderableType] = [title("Journals")]
+    lines = []
     for journal in report.journals:
         name = f"{journal.engine} {journal.version} pid {journal.process_id}"
-        lines.append(indented(Text.assemble((name, "bold"), f", {counted(journal.events, 'event')}")))
-        lines.append(indented(Text(journal.path, style="dim", overflow="fold"), 4))
-    return Group(*lines)
+        lines += [f"  {name}, {counted(journal.events, 'event')}", f"    {journal.path}"]
+    return Lines(lines, "Journals")
 
 
-# --- tables -----------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------
 
 
-def sources(report: AuditReport, counters: Counters | None) -> Group | None:
+def sources(report: AuditReport, counters: Counters | None) -> Table:
     """Prompt tokens as settled, planned, reported and counted, and every named difference between them."""
-    if not report.totals.prompt_tokens:
-        return None
-    table = figures_table("tokens", "local", "external", "computed", "unattained", "total", "requests")
-    settled = report.totals
-    _figures_row(
-        table,
-        "Ledger, settled",
-        (settled.local, settled.external, settled.computed, settled.unattained),
-        report.requests - report.unknown,
-    )
-    rows = [("Planned, at first admission", report.plan, "plan")]
+    splits = [("Planned, at first admission", report.plan, "plan")]
     if report.reported is not None:
-        rows.append(("Reported by the engine", report.reported, "reported"))
+        splits.append(("Reported by the engine", report.reported, "reported"))
     differences = list(report.differences)
     if counters is not None:
-        rows.append(("The engine's counters", counters[0], "counters"))
+        splits.append(("The engine's counters", counters[0], "counters"))
         differences += counters[1]
-    for label, split, key in rows:
-        waterfall_rows(table, [_waterfall_row(row) for row in differences if row.to == key])
-        _figures_row(table, label, (split.local, split.external, split.computed, 0), split.requests)
-    legend = f"{_SOURCES}\n{WATERFALL}" if differences else _SOURCES
-    return Group(title("Where prompt tokens came from", legend), table)
+    settled, rows = report.totals, list[tuple[Any, ...]]()
+    figures = (settled.local, settled.external, settled.computed, settled.unattained)
+    rows.append(Sum(("Ledger, settled", *figures, sum(figures), report.requests - report.unknown)))
+    for label, split, key in splits:
+        for row in differences:
+            if row.to == key:
+                figures = (row.local, row.external, row.computed, row.unattained)
+                rows.append(difference(row.cause, row.text, (*figures, sum(figures)), row.requests))
+        figures = (split.local, split.external, split.computed, 0)
+        requests = split.requests if split.requests >= 0 else ""
+        rows.append(Sum((label, *figures, sum(figures), requests)))
+    return Table(
+        rows if settled.prompt_tokens else (),
+        "tokens | local | external | computed | unattained | total | requests",
+        "Where prompt tokens came from",
+        f"{SOURCES} {WATERFALL}" if differences else SOURCES,
+    )
 
 
-def _figures_row(table: Table, label: str, figures: tuple[int, ...], requests: int) -> None:
-    cells = [f"{n:,}" for n in (*figures, sum(figures))]
-    cells.append(f"{requests:,}" if requests >= 0 else "")
-    table.add_row(label, *cells, style="bold")
+def difference(cause: str, text: str, figures: Iterable[int], requests: int) -> tuple[Any, ...]:
+    """The row of one named difference, which leads from one row of figures to the next."""
+    label = Words(f"  {text}", BAD) if cause == "unexplained" else f"  {text}"
+    return (label, *map(signed, figures), requests or "")
 
 
-def _waterfall_row(row: DifferenceData) -> WaterfallRow:
-    figures = (row.local, row.external, row.computed, row.unattained)
-    return WaterfallRow(row.cause, row.text, (*figures, sum(figures)), row.requests)
-
-
-def waterfall_rows(table: Table, rows: Iterable[WaterfallRow]) -> None:
-    """Add the indented rows that lead from one row of figures to the next."""
-    for row in rows:
-        cells = [f"{n:+,}" if n else "" for n in row.figures]
-        style = "bold red" if row.cause == "unexplained" else "cyan"
-        table.add_row(
-            indented(Text(row.text)), *cells, f"{row.requests:,}" if row.requests else "", style=style
-        )
-
-
-def work(work: WorkData) -> Group | None:
-    """Scheduled tokens by what became of them; None where nothing was scheduled."""
-    if not work.scheduled:
-        return None
-    table = figures_table("tokens", "scheduled", "share")
-    rows = [("first prompt", work.first_prompt), ("first output", work.first_output)]
-    rows += [(f"rework: {loss(c)}", n) for c, n in work.rework_by_cause.items()]
-    rows += [("rejected drafts", work.rejected), ("overrun past the stop", work.overrun)]
-    rows.append(("in flight", work.in_flight))
-    for label, tokens in rows:
-        if tokens:
-            table.add_row(label, f"{tokens:,}", percent(tokens / work.scheduled))
-    total = sum(tokens for _, tokens in rows)
-    table.add_row("sum", f"{total:,}", "", style="bold")
-    if total != work.scheduled:
-        table.add_row("scheduled", f"{work.scheduled:,}", "not the sum", style="bold red")
-    return Group(title("What the engine worked on", _WORK), table)
-
-
-def external(external: ExternalData) -> Group | None:
-    """Promised, loaded and failed tokens, repeat hits and repeat loads; None if there are none of these."""
-    rows = [("promised", external.promised), ("loaded", external.loaded)]
-    rows += [
-        (f"failed or cancelled: {external_loss(cause)}", tokens) for cause, tokens in external.voided.items()
+def work(work: WorkData) -> Table:
+    """Scheduled tokens by what became of them."""
+    named = [("first prompt", work.first_prompt), ("first output", work.first_output)]
+    named += [(f"rework: {loss(c)}", n) for c, n in work.rework_by_cause.items()]
+    named += [("rejected drafts", work.rejected), ("overrun past the stop", work.overrun)]
+    named.append(("in flight", work.in_flight))
+    total = sum(tokens for _, tokens in named)
+    rows: list[tuple[Any, ...]] = [
+        (label, tokens, share(tokens, work.scheduled)) for label, tokens in named if tokens
     ]
+    rows.append(Sum(("sum", total)))
+    if total != work.scheduled:
+        rows.append((Words("scheduled, which is not the sum", BAD), work.scheduled))
+    head = "tokens | scheduled | share:%"
+    return Table(rows if work.scheduled else (), head, "What the engine worked on", _WORK)
+
+
+def external(external: ExternalData) -> Table:
+    """Promised, loaded and failed tokens, repeat hits and repeat loads."""
+    rows = [("promised", external.promised), ("loaded", external.loaded)]
+    rows += [(f"failed or cancelled: {external_loss(cause)}", n) for cause, n in external.voided.items()]
     rows += [("repeat loads", external.loaded_again), ("repeat hits, local", external.hit_again)]
-    if not any(tokens for _, tokens in rows):
-        return None
-    table = figures_table("tokens", "")
-    for label, tokens in rows:
-        if tokens:
-            table.add_row(label, f"{tokens:,}")
-    return Group(title("What the connector promised and what was hit or loaded twice", _EXTERNAL), table)
+    title = "What the connector promised and what was hit or loaded twice"
+    return Table([row for row in rows if row[1]], "tokens | ", title, _EXTERNAL)
 
 
-# --- findings ---------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------------
 
 
 def findings(
@@ -246,35 +212,36 @@ def findings(
     most: int = SHOWN_FINDINGS,
     rest: str = "in the JSON",
     drifts: bool = True,
-) -> Group | None:
+) -> Lines:
     """Findings by invariant, violations first, a sentence each; ``most`` per invariant.
 
     ``found`` has how many there are, where ``rows`` may lack some. ``rest`` says where more are.
     Without ``drifts``, the drifts of an invariant have one line, no sentence.
     """
-    if not rows:
-        return None
-    by_id: dict[str, list[FindingData]] = {}
-    for finding in sorted(rows, key=lambda finding: finding.severity == "drift"):
-        by_id.setdefault(finding.id, []).append(finding)
-    parts: list[RenderableType] = [title("Findings")]
-    totals = {row.id: row for row in found}
-    for id, group in by_id.items():
-        style = "bold red" if group[0].severity == "violation" else "bold yellow"
-        total = totals.get(id)
+    lines, totals = list[str](), {row.id: row for row in found}
+    for group in by_invariant(rows):
+        first, total = group[0], totals.get(group[0].id)
         sizes = [_group_size(group, total)] if len(group) > 1 or (total and total.is_cut) else []
         if total is not None and total.tokens and total.severity == "violation":
             sizes.append(counted(total.tokens, "token"))
-        heading = Text.assemble((group[0].severity, style), "  ", (id, "bold"))
-        parts.append(indented(heading.append(f"  {', '.join(sizes)}" if sizes else "")))
-        if group[0].severity == "drift" and not drifts:
+        lines.append("  ".join(["", first.severity, first.id, *([", ".join(sizes)] if sizes else [])]))
+        if first.severity == "drift" and not drifts:
             continue
-        parts += [indented(_finding(finding), 4) for finding in group[:most]]
+        for each in group[:most]:
+            lines += _finding(each)
         if len(group) > most or (total and total.is_cut):
-            parts.append(indented(Text(_more(group, most, total, rest), style="dim"), 4))
-        if group[0].stop_now:
-            parts.append(indented(Text(f"What stops the harm now: {group[0].stop_now}", style="bold"), 4))
-    return Group(*parts)
+            lines.append(Words(f"    {_more(group, most, total, rest)}", DIM))
+        if first.stop_now:
+            lines.append(f"    What stops the harm now: {first.stop_now}")
+    return Lines(lines, "Findings")
+
+
+def by_invariant(rows: Iterable[FindingData]) -> list[list[FindingData]]:
+    """Findings by invariant, violations before drifts, in the order in which they were found."""
+    groups: dict[str, list[FindingData]] = {}
+    for finding in rows:
+        groups.setdefault(finding.id, []).append(finding)
+    return sorted(groups.values(), key=lambda group: group[0].severity == "drift")
 
 
 def _group_size(group: Sequence[FindingData], total: Found | None) -> str:
@@ -290,18 +257,43 @@ def _more(group: Sequence[FindingData], most: int, total: Found | None, rest: st
     return f"{min(most, len(group)):,} of {total.number} shown; {len(group):,} are listed {rest}"
 
 
-def _finding(finding: FindingData) -> RenderableType:
+def _finding(finding: FindingData) -> Iterator[str]:
     when = f"{finding.when}, step {finding.step}: " if finding.when else f"step {finding.step}: "
-    text = Text.assemble((when, "dim"), finding.message)
-    if finding.repeats:
-        repeats = f" Seen {finding.repeats + 1:,} times, last at step {finding.last_step}."
-        text.append(repeats, style="dim")
-    if not finding.story:
-        return text
-    return Group(text, *(_story_line(line) for line in finding.story))
+    repeats = (
+        f" Seen {finding.repeats + 1:,} times, last at step {finding.last_step}." if finding.repeats else ""
+    )
+    yield f"    {when}{finding.message}{repeats}"
+    yield from (f"      {line}" for line in finding.story)
 
 
-def _story_line(line: str) -> Padding:
-    """A line of a story; its wrapped lines keep its indentation."""
-    depth = len(line) - len(line.lstrip())
-    return indented(Text(line.lstrip()), 2 + depth)
+# --- GitHub's annotations -------------------------------------------------------------------------------
+
+_GITHUB = {"violation": "error", "drift": "notice"}
+
+
+def github(report: AuditReport) -> str:
+    """Workflow commands, one line each: the verdict first, then one per invariant, violations first.
+
+    GitHub shows ten of a kind per step, so there is one per invariant, with its first finding. Format:
+    https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions.
+    """
+    level = {"clean": "notice", "violated": "error", "unknown": "warning"}[report.verdict]
+    answer = f"{report.examined}. {counts(report)}"
+    whole = ". ".join([answer, *report.notes]) if report.verdict == "unknown" else answer
+    lines, totals = (
+        [_command(level, f"kvledger: {report.verdict}", whole)],
+        {row.id: row for row in report.found},
+    )
+    for findings in by_invariant(report.violations):
+        first, total = findings[0], totals[findings[0].id]
+        times = f" ({total.number} findings)" if total.findings > 1 or total.at_least else ""
+        stop = f" What stops the harm now: {first.stop_now}" if first.stop_now else ""
+        message = f"step {first.step}: {first.message}{times}{stop}"
+        lines.append(_command(_GITHUB[first.severity], first.id, message))
+    return "\n".join(lines)
+
+
+def _command(level: str, title: str, message: str) -> str:
+    data = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    of_title = title.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    return f"::{level} title={of_title}::{data}"

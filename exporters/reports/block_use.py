@@ -1,4 +1,4 @@
-"""How the blocks of engines were used, as text, data or CSV, and for the HTML report."""
+"""How the blocks of engines were used."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.analysis.block_states import STATES, BlockUse, Quantiles
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here, readable
-from ..csv_cells import csv_of
+from ..answer import Answer, Records, Table, counted, decimal, listed, made, percent, share
 from ..facts.kept import journals_and_sessions
 from ..facts.kept_blocks import block_use as block_use_at
-from .audit_data import share
-from .terminal import blocks, counted, decimal, figures_table, listed, percent, title
 
 NO_BLOCKS = "no journal here has block events, which KVLEDGER_LEVEL=blocks records"
 LEGEND = (
     "Running: held by requests or the connector. Cached: free, and its content can be hit. Empty: free "
     "without content. Shares are of block-seconds."
 )
-DISTRIBUTIONS = (
-    ("lifetimes", "life of evicted content, s", "from the caching to the eviction"),
-    ("idle", "idle before eviction, s", "from the last release to the eviction"),
-    ("reuse_seconds", "release to next hit, s", "seconds"),
-    ("reuse_blocks", "release to next hit, blocks", "blocks allocated between"),
-)
+DISTRIBUTIONS = {
+    "lifetimes": "life of evicted content, s",
+    "idle": "idle before eviction, s",
+    "reuse_seconds": "release to next hit, s",
+    "reuse_blocks": "release to next hit, blocks",
+}
+COUNTS = ("allocated", "cached", "hits", "evicted", "never_hit")
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +35,11 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     median: float | None
     p95: float | None
     numbers: int
+
+    @property
+    def words(self) -> str:
+        """What is distributed."""
+        return DISTRIBUTIONS[self.name]
 
 
 class BlockUseReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,16 +71,11 @@ def block_use(paths: Sequence[Path], *, run: Run = here) -> BlockUseReport:
 def as_report(use: BlockUse) -> BlockUseReport:
     """The sums as data."""
     whole = sum(use.microseconds.values())
-    return BlockUseReport(
-        blocks=use.blocks,
-        most_running=use.most_running,
+    return made(
+        BlockUseReport,
+        use,
         state_shares={name: share(use.microseconds[name], whole) for name in STATES},
-        allocated=use.allocated,
-        cached=use.cached,
-        hits=use.hits,
-        evicted=use.evicted,
-        never_hit=use.never_hit,
-        spreads=[_spread(name, getattr(use, name)) for name, _, _ in DISTRIBUTIONS],
+        spreads=[_spread(name, getattr(use, name)) for name in DISTRIBUTIONS],
     )
 
 
@@ -104,45 +101,33 @@ def facts(use: BlockUseReport) -> Iterator[str]:
         yield "No cached block was evicted."
 
 
-def spread_rows(use: BlockUseReport) -> list[tuple[str, ...]]:
-    """The distributions that have numbers: name, median, p95, count."""
-    words = {name: text for name, text, _ in DISTRIBUTIONS}
-    return [
-        (words[row.name], _short(row.median), _short(row.p95), f"{row.numbers:,}")
-        for row in use.spreads
-        if row.numbers
-    ]
+def spreads(use: BlockUseReport) -> Table:
+    """The distributions that have numbers."""
+    rows = [(r.words, _short(r.median), _short(r.p95), r.numbers) for r in use.spreads if r.numbers]
+    return Table(rows, " | median | 95 % | count", "How long content stays, and when it is used again")
 
 
-def _short(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}" if number >= 100 else decimal(number, 2)
+def _short(number: float | None) -> str | None:
+    return None if number is None else f"{number:,.0f}" if number >= 100 else decimal(number, 2)
 
 
-def render(use: BlockUseReport) -> Group:
+def answer(use: BlockUseReport) -> Answer:
     """The facts, the states, and the distributions."""
-    states = figures_table("state", "share")
-    for name, part in use.state_shares.items():
-        if part:
-            states.add_row(name, percent(part))
-    counts = figures_table("", "blocks")
-    for name in ("allocated", "cached", "hits", "evicted", "never_hit"):
-        counts.add_row(name.replace("never_hit", "evicted, never hit"), f"{getattr(use, name):,}")
-    spreads = figures_table("", "median", "95 %", "count")
-    for row in spread_rows(use):
-        spreads.add_row(*row)
-    return blocks(
-        Group(*(Text(fact) for fact in facts(use))),
-        Group(title("Blocks by state", LEGEND), states),
-        Group(title("What happened to blocks"), counts),
-        Group(title("How long content stays, and when it is used again"), spreads) if spreads.rows else None,
-    )
-
-
-def as_csv(use: BlockUseReport) -> str:
-    """One line per figure."""
+    states = [(name, part) for name, part in use.state_shares.items() if part]
+    words = {"never_hit": "evicted, never hit"}
+    counts = [(words.get(name, name), getattr(use, name)) for name in COUNTS]
     rows: list[tuple[object, ...]] = [(name, getattr(use, name)) for name in ("blocks", "most_running")]
     rows += [(f"{name}_share", part) for name, part in use.state_shares.items()]
-    rows += [(name, getattr(use, name)) for name in ("allocated", "cached", "hits", "evicted", "never_hit")]
+    rows += [(name, getattr(use, name)) for name in COUNTS]
     for row in use.spreads:
         rows += [(f"{row.name}_median", row.median), (f"{row.name}_p95", row.p95)]
-    return csv_of(("figure", "value"), rows)
+    return Answer(
+        use,
+        list(facts(use)),
+        [
+            Table(states, "state | share:%", "Blocks by state", LEGEND),
+            Table(counts, " | blocks", "What happened to blocks"),
+            spreads(use),
+        ],
+        Records(("figure", "value"), rows),
+    )

@@ -6,17 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from ...audit.analysis.contradictions import Contradiction, contradictions, relations
 from ...audit.checks.figures import FIGURES
-from ...audit.faults.listing import KnownFault, KnownOfRelease, of_release
+from ...audit.faults.listing import KnownOfRelease, of_release
 from ...audit.release_semantics import meanings
 from ...audit.text import printable
+from ..answer import DIM, Answer, Lines, Part, Table, Words, counted, listed
 from ..served_engine import Server
 from .faults import fault_sentence
-from .terminal import VERDICTS, blocks, bullets, counted, figures_table, listed, percent, title
 
 HOOKS_TELL = (
     "where the KV of each prompt token came from, and whether that KV was valid when it was read",
@@ -126,28 +124,38 @@ def _says(found: Contradiction) -> str:
     )
 
 
-# --- how it reads ---------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(result: Checked) -> Group:
+def answer(result: Checked) -> Answer:
     """The verdict, contradictions, hit shares, known faults, and what only hooks can tell."""
-    return blocks(
-        _answer(result),
-        _shares(result.engines),
-        *_faults(result.faults),
-        Group(
-            title("What only hooks in the engine can tell"),
-            *bullets(HOOKS_TELL),
-            Text(
-                "Install kvledger there and start the server with KVLEDGER_DIR=FOLDER to record it. An engine"
+    names = [
+        f"{cache}_{what}" for cache in ("local", "external") for what in ("hit_tokens", "queried_tokens")
+    ]
+    shares = []
+    for engine in result.engines:
+        local, external = (engine.share(*names[:2]), engine.share(*names[2:]))
+        counts = [engine.counters.get(name) for name in (names[1], names[3], "prompt_tokens")]
+        shares.append((f"{engine.engine} {engine.model}".strip(), local, counts[0], external, *counts[1:]))
+    columns = "local hits:% | queried:,.0f | external hits:% | queried:,.0f | prompt tokens:,.0f"
+    hooks = (
+        "Install kvledger there and start the server with KVLEDGER_DIR=FOLDER to record it. An engine "
+        "started with --kv-events-config publishes KV events: kvledger journals record-events records them."
+    )
+    return Answer(
+        result,
+        list(_sentences(result)),
+        [
+            Table(
+                shares, f"engine | {columns}", "Hit share of the tokens that were looked up, since the start"
             ),
-            Text("started with --kv-events-config publishes KV events: kvledger journals record-events"),
-            Text("records them."),
-        ),
+            *_faults(result.faults),
+            Lines([*(f"- {each}" for each in HOOKS_TELL), hooks], "What only hooks in the engine can tell"),
+        ],
     )
 
 
-def _answer(result: Checked) -> Group:
+def _sentences(result: Checked) -> Iterator[str]:
     wrong = [f"engine {engine.engine}: {each}" for engine in result.engines for each in engine.contradictions]
     says = {
         "clean": "the counters agree with each other",
@@ -161,56 +169,23 @@ def _answer(result: Checked) -> Group:
         for name, value in result.settings.items()
         if name != "v0"
     )
-    return Group(
-        Text.assemble((result.verdict, VERDICTS[result.verdict]), f": {says}."),
-        Text(f"{result.url} is {release}{models}, {counted(len(result.engines), 'engine')}."),
-        Text(f"Known of its configuration: {known or 'nothing'}. What else it has is not known."),
-        *bullets([*wrong, *result.unknown]),
-    )
+    yield f"{result.verdict}: {says}."
+    yield f"{result.url} is {release}{models}, {counted(len(result.engines), 'engine')}."
+    yield f"Known of its configuration: {known or 'nothing'}. What else it has is not known."
+    yield from (f"- {each}" for each in (*wrong, *result.unknown))
 
 
-def _shares(engines: Sequence[CheckedEngine]) -> RenderableType | None:
-    if not engines:
-        return None
-    table = figures_table("engine", "local hits", "queried", "external hits", "queried", "prompt tokens")
-    for engine in engines:
-        cells = []
-        for cache in ("local", "external"):
-            share = engine.share(f"{cache}_hit_tokens", f"{cache}_queried_tokens")
-            cells += [_share(share), _count(engine.counters.get(f"{cache}_queried_tokens"))]
-        name = f"{engine.engine} {engine.model}".strip()
-        table.add_row(Text(name), *cells, _count(engine.counters.get("prompt_tokens")))
-    return Group(title("Hit share of the tokens that were looked up, since the start"), table)
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else percent(share)
-
-
-def _count(number: float | None) -> str:
-    return "-" if number is None else f"{number:,.0f}"
-
-
-def _faults(known: KnownOfRelease | None) -> Iterator[RenderableType]:
+def _faults(known: KnownOfRelease | None) -> Iterator[Part]:
     if known is None or not known.is_examined:
         return
     rows = known.of_kind("fault")
     here = [row for row in rows if row.state == "has" and not row.condition]
     maybe = [row for row in rows if row not in here]
     drifts = counted(len(known.of_kind("drift")), "drift")
-    if here:
-        yield _listed(f"{known.name} has {counted(len(here), 'known fault')} under this configuration", here)
-    if maybe:
-        yield _listed(
-            f"{counted(len(maybe), 'more known fault' if here else 'known fault')} may apply", maybe
-        )
-    if not rows:
-        yield Text(f"{known.name} has no known fault.")
+    has = f"{known.name} has {counted(len(here), 'known fault')} under this configuration"
+    may = f"{counted(len(maybe), 'more known fault' if here else 'known fault')} may apply"
+    yield Lines([f"- {fault_sentence(row)}" for row in here], has)
+    yield Lines([f"- {fault_sentence(row)}" for row in maybe], may)
     how_sure = f"{known.says} " if known.says else ""
-    yield Text(
-        f"{how_sure}kvledger doctor faults --vllm {known.release} has links, and {drifts} of figures.", "dim"
-    )
-
-
-def _listed(heading: str, rows: Sequence[KnownFault]) -> Group:
-    return Group(title(heading), *bullets([fault_sentence(row) for row in rows]))
+    links = f"{how_sure}kvledger doctor faults --vllm {known.release} has links, and {drifts} of figures."
+    yield Lines([*([] if rows else [f"{known.name} has no known fault."]), Words(links, DIM)])

@@ -16,9 +16,9 @@ from ...audit import causes
 from ...audit.analysis.costs import REWORK, MoreBlocks
 from ...audit.causes import external_loss
 from ...audit.figures.totals import Totals
-from .audit_data import AuditReport, share
+from ..answer import counted, percent, share
+from .audit_data import AuditReport
 from .costs import CostReport
-from .terminal import counted, percent
 from .why import Why
 
 SHOWN = 3

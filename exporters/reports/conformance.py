@@ -1,6 +1,6 @@
-"""What ``kvledger conformance`` prints: a connector's score card as text, Markdown or JSON.
+"""The answers of ``kvledger conformance``: a connector's score card, and with ``--keys`` the partition card.
 
-The scenario and its judgement are in ``audit/conformance``.
+The scenario, the differences and their judgement are in ``audit/conformance``.
 """
 
 from __future__ import annotations
@@ -10,38 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
+from ...audit.conformance.connector_classes import find_connector
+from ...audit.conformance.key_card import EVENTS, KeyCard, KeyRow, key_card
 from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
-from .terminal import blocks, counted, indented, show
+from ..answer import DIM, TONES, Answer, Lines, Table, Words, counted
 
-WRONG_SHOWN = 5
-"""Failures on a Markdown page; text and JSON have all."""
-STYLES = {"clean": "green", "inherited": "dim", "not reached": "dim", "unknown": "yellow"}
-STYLES |= {"violated": "red", "broke": "red"}
+OUTCOMES = ("clean", "inherited", "not reached", "unknown", "violated", "broke")
+CODES = {"clean": 0, "violated": 1, "unknown": 3}
 
 
 def run(
     connector: str,
     module: Path | None,
     options: str | None,
-    format: str,
     disaggregated: bool | None = None,
     *,
     verbose: bool = False,
-) -> str:
-    """Make a score card, print it, and return its verdict."""
-    card = score(connector, module, options_of(options), disaggregated=disaggregated)
-    if format == "json":
-        print(msgspec.json.encode({"verdict": card.verdict, **msgspec.to_builtins(card)}).decode())
-    elif format == "markdown":
-        print(markdown(card), end="")
-    else:
-        show(render(card, verbose=verbose))
-    return card.verdict
+) -> Answer:
+    """Make a score card."""
+    return answer(score(connector, module, options_of(options), disaggregated=disaggregated), verbose=verbose)
+
+
+def run_keys(connector: str, module: Path | None, options: str | None) -> Answer:
+    """Make a partition card."""
+    return answer_of_keys(
+        key_card(find_connector(connector, module, options_of(options)) if connector else None)
+    )
 
 
 def options_of(text: str | None) -> dict[str, Any] | None:
@@ -73,45 +69,28 @@ def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
     return list(pairs.items())
 
 
-def render(card: ScoreCard, *, verbose: bool = False) -> Group:
+def answer(card: ScoreCard, *, verbose: bool = False) -> Answer:
     """The verdict, then what failed and why, then the situations; ``verbose`` lists the clean ones too."""
-    answer = Group(
-        Text(f"{card.verdict}: {_count(card)}", style=STYLES[card.verdict]), Text(f"{_head(card)}.")
-    )
-    failures = [
-        Group(Text(", ".join(names), style="bold"), indented(Text(message)))
-        for message, names in _wrong(card).items()
-    ]
-    return blocks(answer, *failures, _situations(card, verbose), _hint(card, verbose))
-
-
-def _situations(card: ScoreCard, verbose: bool) -> Table | None:
-    """One row per situation, one column per scheduler. Without ``verbose``, only rows not clean."""
-    pairs = [
-        (situation, rows)
-        for situation, rows in _pairs(card)
+    lines = [f"- {', '.join(names)}: {message}" for message, names in _wrong(card).items()]
+    pairs = _pairs(card)
+    rows = [
+        (situation, *(row.outcome for row in rows), rows[0].external_tokens)
+        for situation, rows in pairs
         if verbose or any(row.outcome != "clean" for row in rows)
     ]
-    if not pairs:
-        return None
-    table = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    headings = ("situation", "sync", "async", "tokens from the store")
-    table.add_row(*(Text(heading, style="bold") for heading in headings))
-    for situation, rows in pairs:
-        cells = [Text(row.outcome, style=STYLES[row.outcome]) for row in rows]
-        table.add_row(Text(situation), *cells, Text(f"{rows[0].external_tokens:,}"))
-    return table
-
-
-def _hint(card: ScoreCard, verbose: bool) -> Text | None:
-    """How many situations are not listed because they are clean."""
-    clean = sum(all(row.outcome == "clean" for row in rows) for _, rows in _pairs(card))
-    if verbose or not clean:
-        return None
-    return Text(f"Clean under both schedulers: {counted(clean, 'situation')}; -v lists them.", style="dim")
+    clean = sum(all(row.outcome == "clean" for row in rows) for _, rows in pairs)
+    hint = f"Clean under both schedulers: {counted(clean, 'situation')}; -v lists them."
+    return Answer(
+        card,
+        [f"{card.verdict}: {_count(card)}.", f"{_head(card)}."],
+        [
+            Lines(lines),
+            Table(rows, "situation | sync | async | tokens from the store"),
+            Lines([Words(hint, DIM)] if clean and not verbose else []),
+        ],
+        plain=lambda: {"verdict": card.verdict, **msgspec.to_builtins(card)},
+        code=CODES[card.verdict],
+    )
 
 
 def _wrong(card: ScoreCard) -> dict[str, list[str]]:
@@ -128,25 +107,47 @@ def _wrong(card: ScoreCard) -> dict[str, list[str]]:
 
 def _count(card: ScoreCard) -> str:
     outcomes: list[str] = [row.outcome for row in card.rows]
-    counts = {word: outcomes.count(word) for word in STYLES}
-    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return ", ".join(f"{outcomes.count(word)} {word}" for word in OUTCOMES if word in outcomes)
 
 
-def markdown(card: ScoreCard) -> str:
-    """The score card as a section of a Markdown page."""
-    lines = [
-        f"### {card.connector}",
-        "",
-        f"{_head(card)}. **{card.verdict}**: {_count(card)}.",
-        "",
-        "| situation | sync | async | tokens from the store |",
-        "|---|---|---|---|",
-    ]
-    for situation, rows in _pairs(card):
-        outcomes: list[str] = [row.outcome for row in rows]
-        lines.append(f"| {situation} | {' | '.join(outcomes)} | {rows[0].external_tokens:,} |")
-    wrong = [f"- {', '.join(names)}: {message}" for message, names in _wrong(card).items()]
-    if wrong:
-        more = [f"- and {len(wrong) - WRONG_SHOWN} more"] if len(wrong) > WRONG_SHOWN else []
-        lines += ["", *wrong[:WRONG_SHOWN], *more]
-    return "\n".join(lines) + "\n"
+# --- the partition card ---------------------------------------------------------------------------------
+
+
+def answer_of_keys(card: KeyCard) -> Answer:
+    """The verdict, the table, and what each word says."""
+    shares = [row for row in card.rows if "shares" in row.cells.values()]
+    rows = [(row.difference, *(_cell(row, place) for place in card.places)) for row in card.rows]
+    return Answer(
+        card,
+        [
+            f"{card.verdict}: {counted(len(shares), 'difference')} of {len(card.rows)} shared somewhere.",
+            f"{' and '.join(card.places)} of {card.engine}.",
+        ],
+        [
+            Table(rows, ["two requests differ in", *card.places]),
+            Lines([f"- {row.difference}: {row.problem}" for row in card.rows if row.problem]),
+            Lines([Words(_says(card), DIM)]),
+        ],
+        plain=lambda: {"verdict": card.verdict, **msgspec.to_builtins(card)},
+        code=CODES[card.verdict],
+    )
+
+
+def _cell(row: KeyRow, place: str) -> str:
+    cell = row.cells[place]
+    tokens = f" {row.shared} tokens" if cell == "shares" and place != EVENTS else ""
+    return Words(cell + tokens, TONES[cell])
+
+
+def _says(card: KeyCard) -> str:
+    says = (
+        "parts: the second request gets nothing of the first one's KV from where they differ. shares: it "
+        "does, and runs over KV that was made for another request. no control: an equal request gets "
+        "nothing either."
+    )
+    if EVENTS in card.places:
+        says += (
+            f" {EVENTS}: whether an event tells the difference beside the block's hash, which a router needs "
+            "that hashes the tokens itself."
+        )
+    return says

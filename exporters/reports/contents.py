@@ -9,7 +9,7 @@ import msgspec
 
 from ...audit.ledger.ledger_state import LedgerSums
 from ...audit.replay.journals import Audit
-from .terminal import counted
+from ..answer import counted
 
 _NOT_COMPARED = {
     "same_step": "computed in the same step",

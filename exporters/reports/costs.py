@@ -1,4 +1,4 @@
-"""What lost work cost, as data and for a terminal: seconds, share of engine time, delay, money.
+"""What lost work cost: seconds, share of engine time, delay, money.
 
 :mod:`kvledger.audit.analysis.costs` computes the figures. Everything in seconds is an estimate by a model of
 step time, whose error stands beside it; waiting is measured.
@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.analysis.costs import (
     OVERRUN,
@@ -21,7 +18,6 @@ from ...audit.analysis.costs import (
     LostWork,
     MoreBlocks,
     PricedDelays,
-    PricedLoads,
     priced,
 )
 from ...audit.analysis.step_model import StepModel, fit
@@ -29,13 +25,12 @@ from ...audit.analysis.step_times import StepSums
 from ...audit.causes import loss
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Lost, Steps
-from .terminal import counted, decimal, figures_table, indented, percent, title
+from ..answer import DIM, Lines, Part, Table, Words, counted, decimal, made, percent
 
 LEGEND = (
     "Seconds are tokens times the time that a token takes in these steps, without the constant time of a "
     "step. First token: how much later the first token of the requests concerned came."
 )
-NOT_KNOWN = "unknown"
 
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +148,10 @@ def cost_report(
         lost_share=part(lost_seconds, engine_seconds),
         money=money(lost_seconds, gpu_hour),
         rows=sorted(rows, key=lambda row: (-(row.seconds or 0.0), -row.tokens, row.kind, row.cause)),
-        loads=[_load_row(connector, loads) for connector, loads in sorted(costs.loads.items())],
+        loads=[
+            made(LoadRow, loads, connector=connector, asynchronous_loads=loads.loads)
+            for connector, loads in sorted(costs.loads.items())
+        ],
         models=list(models),
     )
 
@@ -162,34 +160,17 @@ def _row(
     key: str, lost: LostWork, engine_seconds: float, gpu_hour: float | None, first_token: FirstToken
 ) -> CostRow:
     kind, _, cause = key.partition("/")
-    return CostRow(
+    return made(
+        CostRow,
+        lost,
         kind=kind,
         cause=cause,
         text=lost_text(kind, cause),
-        tokens=lost.tokens,
-        requests=lost.requests,
-        seconds=lost.seconds,
         share=part(lost.seconds, engine_seconds),
         first_token_requests=first_token.requests,
         first_token_median_seconds=first_token.median_seconds,
         first_token_p95_seconds=first_token.p95_seconds,
         money=money(lost.seconds, gpu_hour),
-        more_blocks=lost.more_blocks,
-    )
-
-
-def _load_row(connector: str, loads: PricedLoads) -> LoadRow:
-    return LoadRow(
-        connector=connector,
-        asynchronous_loads=loads.loads,
-        asynchronous_tokens=loads.asynchronous_tokens,
-        synchronous_tokens=loads.synchronous_tokens,
-        waited_seconds=loads.waited_seconds,
-        vain_seconds=loads.vain_seconds,
-        saved_seconds=loads.saved_seconds,
-        asynchronous_saved_seconds=loads.asynchronous_saved_seconds,
-        not_saved_tokens=loads.not_saved_tokens,
-        not_saved_seconds=loads.not_saved_seconds,
     )
 
 
@@ -215,81 +196,30 @@ def spread(delays: PricedDelays) -> FirstToken:
     return FirstToken(delays.requests, delays.quantile(0.5), delays.quantile(0.95))
 
 
-# --- for a terminal -------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(report: CostReport) -> Group | None:
-    """What lost work cost, the loads, and the model; None where no step was timed."""
+def parts(report: CostReport) -> list[Part]:
+    """What lost work cost, the loads, and the model; nothing where no step was timed."""
     if not report.engine_seconds:
-        return None
-    parts: list[RenderableType] = [title("What lost work cost", LEGEND)]
-    if report.rows:
-        parts.append(_lost_table(report))
-    else:
-        parts.append(Text("No work was lost."))
-    if report.loads:
-        parts += [Text(), title("External loads: seconds waited and saved"), _loads_table(report)]
-    parts += [Text(), *(indented(Text(line, style="dim")) for line in model_lines(report))]
-    return Group(*parts)
-
-
-def _lost_table(report: CostReport) -> Table:
-    heads, *rows = lost_cells(report)
-    table = figures_table(*heads)
-    for label, *cells in rows:
-        table.add_row(Text(label), *cells)
-    return table
-
-
-def lost_cells(report: CostReport) -> list[tuple[str, ...]]:
-    """The table of lost work, its heads first; without the column *cost* if no price is known."""
-    paid = report.money is not None or any(row.money is not None for row in report.rows)
-    heads = ("", "tokens", "requests", "seconds", "engine time", "first token, median", "p95")
-    rows = [
-        (
-            row.text,
-            f"{row.tokens:,}",
-            f"{row.requests:,}",
-            shown_seconds(row.seconds),
-            NOT_KNOWN if row.share is None else percent(row.share),
-            _delay(row, row.first_token_median_seconds),
-            _delay(row, row.first_token_p95_seconds),
-            *(["" if row.money is None else f"{row.money:,.2f}"] if paid else []),
-        )
-        for row in report.rows
-    ]
-    return [(*heads, *(["cost"] if paid else [])), *rows]
-
-
-def _delay(row: CostRow, seconds: float | None) -> str:
-    return shown_seconds(seconds) if row.first_token_requests else "-"
-
-
-def _loads_table(report: CostReport) -> Table:
-    table = figures_table("connector", *LOADS)
-    for label, *cells in load_cells(report):
-        table.add_row(Text(label), *cells)
-    return table
-
-
-LOADS = ("asynchronous loads", "waited", "in vain", "saved by them", "saved by all loads", "not saved")
-"""The heads of the table of loads. Only asynchronous loads are waited for, and only what those saved compares
-with it."""
-
-
-def load_cells(report: CostReport) -> list[tuple[str, ...]]:
-    """The rows of the table of loads. What synchronous loads waited is part of their steps."""
+        return []
+    columns = (
+        "=text | tokens | requests | seconds:s | engine time=share:% | "
+        "first token, median=first_token_median_seconds:s | p95=first_token_p95_seconds:s"
+    )
+    if report.money is not None or any(row.money is not None for row in report.rows):
+        columns += " | cost=money:,.2f"
+    lost = Table(report.rows, columns, "What lost work cost", LEGEND)
     return [
-        (
-            row.connector,
-            f"{row.asynchronous_loads:,}",
-            shown_seconds(row.waited_seconds),
-            shown_seconds(row.vain_seconds),
-            shown_seconds(row.asynchronous_saved_seconds),
-            shown_seconds(row.saved_seconds),
-            shown_seconds(row.not_saved_seconds),
-        )
-        for row in report.loads
+        lost if report.rows else Lines(["No work was lost."], lost.title),
+        Table(
+            report.loads,
+            "connector | asynchronous loads | waited=waited_seconds:s | in vain=vain_seconds:s | "
+            "saved by them=asynchronous_saved_seconds:s | saved by all loads=saved_seconds:s | "
+            "not saved=not_saved_seconds:s",
+            "External loads: seconds waited and saved",
+        ),
+        Lines([Words(line, DIM) for line in model_lines(report)]),
     ]
 
 
@@ -298,7 +228,7 @@ def model_lines(report: CostReport) -> Iterator[str]:
     shown = report.models[:3]
     for row in shown:
         name = f"{row.engine}: " if len(report.models) > 1 else ""
-        yield f"{name}{counted_seconds(row.engine_seconds)} of engine time. {model_text(row.model)}"
+        yield f"{name}{row.engine_seconds:,.1f} s of engine time. {model_text(row.model)}"
     if len(report.models) > len(shown):
         yield f"{counted(len(report.models) - len(shown), 'more engine')}: --format json."
 
@@ -326,17 +256,3 @@ _UNITS = {
     "decode_requests": "decoding request",
     "draft_tokens": "draft token",
 }
-
-
-def shown_seconds(seconds: float | None) -> str:
-    """``12.345 s``, ``0.041 ms``, or that it is not known."""
-    if seconds is None:
-        return NOT_KNOWN
-    if seconds >= 100:
-        return f"{seconds:,.1f} s"
-    return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{decimal(1e3 * seconds, 2)} ms"
-
-
-def counted_seconds(seconds: float) -> str:
-    """``1,234.5 s``."""
-    return f"{seconds:,.1f} s"

@@ -1,4 +1,4 @@
-"""What ``kvledger demo`` prints, for a person or as JSON. The run itself is in ``audit/demo/run.py``."""
+"""The answer of ``kvledger demo``. The run itself is in ``audit/demo/run.py``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from ... import __version__
 from ...audit.causes import DIFFERENCES
 from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
-from . import audit_data, audit_text, statement, terminal
+from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
+from ..terminal import progress
+from . import audit_data, audit_text, statement
 from .audit_data import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
@@ -36,24 +34,18 @@ _LOOKUPS = (
 )
 
 
-def show_injections() -> None:
-    """Print the defects that can be put back."""
-    table = terminal.plain_table()
-    for injection in INJECTIONS.values():
-        table.add_row(Text(injection.name, style="bold"), Text(injection.summary))
-    terminal.show(table)
+def injections() -> Answer:
+    """The defects that can be put back."""
+    rows = list(INJECTIONS.values())
+    sentence = f"{len(rows)} defects of released versions can be put back: kvledger demo --inject NAME."
+    return Answer(rows, [sentence], [Table(rows, "defect=name | what it is=summary")])
 
 
-def run(inject: str | None, folder: Path | None, *, as_json: bool, verbose: bool = False) -> int:
-    """Run the demo with a progress bar, print its result, and return the exit code."""
-    with terminal.progress("vLLM starts", "vLLM serves requests") as progress:
-        demo = run_demo(inject, folder, progress)
-    report = audit_data.report(demo.audit)
-    if as_json:
-        print(audit_data.as_json(data(demo, report)))
-    else:
-        terminal.show(render(demo, report, verbose=verbose))
-    return exit_code(demo, report)
+def run(inject: str | None, folder: Path | None, *, verbose: bool = False) -> Answer:
+    """Run the demo with a progress bar."""
+    with progress("vLLM starts", "vLLM serves requests") as move:
+        demo = run_demo(inject, folder, move)
+    return answer(demo, audit_data.report(demo.audit), verbose=verbose)
 
 
 def exit_code(demo: Demo, report: AuditReport) -> int:
@@ -80,7 +72,7 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
         "injection": demo.injection.name if demo.injection else None,
         "expected": expected,
         "found": demo.defect_found if demo.injection else None,
-        "statement": audit_data.statement_data(demo.statement) if demo.statement else None,
+        "statement": statement.plain(demo.statement) if demo.statement else None,
         "journal": str(demo.journal),
         "log": str(demo.log),
     }
@@ -109,50 +101,46 @@ def _lookups_data(lookups: LookupReport) -> dict[str, object]:
     }
 
 
-def render(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Group:
+def answer(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Answer:
     """The answer first, then findings and sources, in sixty lines.
 
     ``verbose`` adds the sentences of drifts, work, lookups and one statement.
     """
-    remarks = terminal.notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
+    remarks = notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
     sources = audit_text.sources(report, _counters(demo))
-    if not verbose:
-        rest = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
-        return terminal.blocks(_answer(demo, report), rest, sources, remarks, _next(demo, report))
-    return terminal.blocks(
-        _answer(demo, report),
-        audit_text.findings(report.violations, report.found, most=3),
-        sources,
-        audit_text.work(report.work),
-        _lookups(demo.lookups),
-        audit_text.external(report.external),
-        statement.render(demo.statement, findings=False) if demo.statement else None,
-        remarks,
-        _next(demo, report),
+    if verbose:
+        parts: list[Part] = [audit_text.findings(report.violations, report.found, most=3), sources]
+        parts += [audit_text.work(report.work), *_lookups(demo.lookups), audit_text.external(report.external)]
+        parts += [] if demo.statement is None else statement.parts(demo.statement)
+    else:
+        found = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
+        parts = [found, sources]
+    return Answer(
+        demo,
+        list(_sentences(demo, report)),
+        [*parts, remarks, _next(demo, report)],
+        plain=lambda: data(demo, report),
+        code=exit_code(demo, report),
     )
 
 
-def _answer(demo: Demo, report: AuditReport) -> Group:
+def _sentences(demo: Demo, report: AuditReport) -> Iterator[str]:
     """Whether the injected defect was found, the audit's answer, and how the engine ended."""
     engine = report.journals[0]
-    served = f"{engine.engine} {engine.version} served {terminal.counted(report.requests, 'request')}"
+    served = f"{engine.engine} {engine.version} served {counted(report.requests, 'request')}"
     if demo.elapsed_seconds:
         served += f" in {demo.elapsed_seconds:.0f} s"
-    lines: list[RenderableType] = []
     if demo.injection is not None:
-        lines += [_outcome(demo), Text(f"The defect: {demo.injection.summary}.")]
-    lines += [audit_text.answer(report), Text(f"{served}.", style="dim")]
+        expected, name = demo.injection.expected_invariant, demo.injection.name
+        if demo.defect_found:
+            yield Words(f"The injected defect {name} was found: {expected}", GOOD)
+        else:
+            yield Words(f"The injected defect {name} was not found: no {expected}", BAD)
+        yield f"The defect: {demo.injection.summary}."
+    yield from audit_text.sentences(report)
+    yield Words(f"{served}.", DIM)
     if demo.failure is not None:
-        lines.append(Text(f"The engine failed: {demo.failure}", style="bold red"))
-    return Group(*lines)
-
-
-def _outcome(demo: Demo) -> Text:
-    assert demo.injection is not None
-    expected, name = demo.injection.expected_invariant, demo.injection.name
-    if demo.defect_found:
-        return Text(f"The injected defect {name} was found: {expected}", style="bold green")
-    return Text(f"The injected defect {name} was not found: no {expected}", style="bold red")
+        yield Words(f"The engine failed: {demo.failure}", BAD)
 
 
 def _refusals(demo: Demo) -> Iterator[str]:
@@ -172,42 +160,30 @@ def _preemptions(demo: Demo, report: AuditReport) -> Iterator[str]:
     )
 
 
-def _lookups(lookups: LookupReport) -> Group | None:
+def _lookups(lookups: LookupReport) -> Iterator[Table]:
     """Prefix-cache lookups: those of admissions, those counted, and those that the reports imply."""
     if lookups.counters is None:
-        return None
-    table = terminal.figures_table("tokens", "local queries", "hits", "external queries", "hits", "lookups")
-    _lookup_row(table, "Ledger, every admission", lookups.admitted)
-    _lookup_differences(table, lookups.to_counters)
-    _lookup_row(table, "The engine's counters", lookups.counters)
+        return
+    rows = [_totals("Ledger, every admission", lookups.admitted), *_differences(lookups.to_counters)]
+    rows.append(_totals("The engine's counters", lookups.counters))
     if lookups.reported is not None:
-        _lookup_differences(table, lookups.to_reported)
-        _lookup_row(table, "Reported by the engine", lookups.reported)
-    return Group(terminal.title("Prefix-cache lookups", f"{_LOOKUPS}\n{audit_text.WATERFALL}"), table)
+        rows += [*_differences(lookups.to_reported), _totals("Reported by the engine", lookups.reported)]
+    columns = "tokens | local queries | hits | external queries | hits | lookups"
+    yield Table(rows, columns, "Prefix-cache lookups", f"{_LOOKUPS} {audit_text.WATERFALL}")
 
 
-def _lookup_row(table: Table, label: str, totals: LookupTotals) -> None:
-    cells = [f"{getattr(totals, name):,}" for name in COUNTERS]
-    cells.append(f"{totals.lookups:,}" if totals.lookups >= 0 else "")
-    table.add_row(label, *cells, style="bold")
+def _totals(label: str, totals: LookupTotals) -> Sum:
+    lookups = totals.lookups if totals.lookups >= 0 else ""
+    return Sum((label, *(getattr(totals, name) for name in COUNTERS), lookups))
 
 
-def _lookup_differences(table: Table, differences: Differences) -> None:
-    audit_text.waterfall_rows(
-        table,
-        (
-            audit_text.WaterfallRow(
-                cause,
-                DIFFERENCES[cause],
-                tuple(getattr(totals, name) for name in COUNTERS),
-                abs(totals.lookups),
-            )
-            for cause, totals in differences.items()
-        ),
-    )
+def _differences(step: Differences) -> Iterator[tuple[object, ...]]:
+    for cause, totals in step.items():
+        figures = (getattr(totals, name) for name in COUNTERS)
+        yield audit_text.difference(cause, DIFFERENCES[cause], figures, abs(totals.lookups))
 
 
-def _next(demo: Demo, report: AuditReport) -> Group:
+def _next(demo: Demo, report: AuditReport) -> Lines:
     """What to type next: about this run, for a server, in a notebook and in CI."""
     journal = shlex.quote(str(demo.journal))
     commands = [*_activation(), f"kvledger audit {journal}"]
@@ -233,11 +209,10 @@ def _next(demo: Demo, report: AuditReport) -> Group:
         ],
         "In CI": ["pytest --kvledger  # docs/ci.md has a job to copy"],
     }
-    lines: list[RenderableType] = []
+    lines = list[str]()
     for heading, words in sections.items():
-        lines.append(terminal.title(heading))
-        lines += [terminal.indented(Text(line, overflow="fold")) for line in words]
-    return Group(*lines)
+        lines += [Words(heading, STRONG), *(f"  {line}" for line in words)]
+    return Lines(lines)
 
 
 def _activation() -> list[str]:

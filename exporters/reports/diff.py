@@ -7,13 +7,10 @@ differ, their meanings from ``audit/release_semantics.py`` are printed beside ea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.analysis.costs import KINDS, plus, total
 from ...audit.causes import MISSES
@@ -23,11 +20,9 @@ from ...audit.ledger.account import EXTERNAL, LOCAL
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import structs_csv
-from .audit_data import share
+from ..answer import Answer, Table, counted, listed, percent, points, records, share
 from .costs import gathered, part
 from .summary import SummaryRow, summary_row
-from .terminal import VERDICTS, blocks, counted, figures_table, listed, percent, plain_table, title
 
 NO_MEANING = "does not apply"
 """For a figure without an entry in ``release_semantics.py`` for this release."""
@@ -48,6 +43,37 @@ class FigureChange(msgspec.Struct, frozen=True, kw_only=True):
         if self.of:
             return f"{self.name}, of {self.of}"
         return f"{self.name} per {self.per}" if self.per else self.name
+
+    @property
+    def was(self) -> str:
+        """The figure before."""
+        return self._shown(self.before)
+
+    @property
+    def now(self) -> str:
+        """The figure after."""
+        return self._shown(self.after)
+
+    def _shown(self, figure: float | None) -> str:
+        if figure is None:
+            return "-"
+        if self.of:
+            return percent(figure)
+        if self.name.endswith(", s"):
+            return f"{figure:,.1f}"
+        return f"{figure:,.2f}" if self.per else f"{figure:,.0f}"
+
+    @property
+    def change(self) -> str:
+        """How much the figure changed, in points or percent; "" if it did not, or one is not known."""
+        if self.before is None or self.after is None or self.before == self.after:
+            return ""
+        change = self.after - self.before
+        if self.of:
+            return points(change)
+        if not self.before:
+            return f"{change:+,.2f}" if self.per else f"{change:+,.0f}"
+        return f"{100 * change / self.before:+.1f} %"
 
 
 class MeaningChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,160 +317,101 @@ def _meanings_of(audit: Audit) -> dict[str, str]:
     return {figure: " Or: ".join(each) for figure, each in meanings.items()}
 
 
-def as_csv(comparison: TraceComparison) -> str:
-    """One line per figure, with a header; an empty cell where a trace has no such figure."""
-    return structs_csv(FigureChange, comparison.figures)
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(comparison: TraceComparison, *, verbose: bool = False) -> Group:
-    """Verdicts and the number of changes, then settings, misses, findings and figures that changed.
+def answer(comparison: TraceComparison, *, verbose: bool = False) -> Answer:
+    """How the hits changed and how much else did, then settings, misses, findings and figures that changed.
 
     ``verbose`` adds unchanged figures.
     """
-    return blocks(
-        Group(*_answer(comparison)),
-        settings_table(comparison.settings),
-        _misses_table(comparison, verbose),
-        _findings_table(comparison),
-        _figures_table(comparison, verbose),
-        _groups_table(comparison),
-        _meanings_table(comparison),
+    figures = {"requests": "", "hits": ":%", "rework": ":%", "preempted": ""}
+    columns = "".join(
+        f" | {name}, {when}{form}" for name, form in figures.items() for when in ("before", "after")
+    )
+    groups = [
+        (
+            each.group,
+            *(
+                cell
+                for pair in zip(_of_group(each.before), _of_group(each.after), strict=True)
+                for cell in pair
+            ),
+        )
+        for each in comparison.groups
+    ]
+    return Answer(
+        data=comparison,
+        sentences=list(_sentences(comparison)),
+        parts=[
+            settings_table(comparison.settings),
+            change_table(f"Misses, of {PROMPTS}=name", comparison.misses, verbose),
+            Table([(id, *both) for id, both in comparison.findings.items()], "Findings | before | after"),
+            change_table("Figures=label", comparison.figures, verbose),
+            Table(groups, f"Groups{columns}"),
+            Table(
+                [
+                    (row.figure, row.before or NO_MEANING, row.after or NO_MEANING)
+                    for row in comparison.meanings
+                ],
+                "figure | before | after",
+                "What the engine's own figures mean in each release",
+                "The ledger's figures mean the same in both.",
+            ),
+        ],
+        records=records(FigureChange, comparison.figures),
     )
 
 
-def _answer(comparison: TraceComparison) -> Iterator[Text]:
+def _sentences(comparison: TraceComparison) -> Iterator[str]:
+    yield _hits(comparison)
     before, after = comparison.verdicts
-    verdicts = before if before == after else f"{before} -> {after}"
-    yield Text.assemble(("Verdict: ", "bold"), (verdicts, VERDICTS[after]))
+    yield f"{after}{'' if before == after else f', before: {before}'}."
     engines = [listed(names) for names in (comparison.before, comparison.after)]
-    yield Text(f"Engine: {engines[0] if engines[0] == engines[1] else ' -> '.join(engines)}")
-    yield from _hits_changed(comparison)
+    yield f"Engine: {engines[0] if engines[0] == engines[1] else ' -> '.join(engines)}."
     changed = sum(row.before != row.after for row in comparison.figures)
     findings = sum(before != after for before, after in comparison.findings.values())
-    kinds = f"{findings} of {counted(len(comparison.findings), 'kind')} of finding changed"
-    settings = counted(len(comparison.settings), "setting")
-    yield Text(
-        f"{settings} changed; {changed} of {counted(len(comparison.figures), 'figure')} changed; "
-        f"{kinds if comparison.findings else 'no findings'}."
+    kinds = "no findings"
+    if comparison.findings:
+        kinds = f"{findings} of {counted(len(comparison.findings), 'kind')} of finding changed"
+    yield (
+        f"{counted(len(comparison.settings), 'setting')} changed; {changed} of "
+        f"{counted(len(comparison.figures), 'figure')} changed; {kinds}."
     )
 
 
-def _hits_changed(comparison: TraceComparison) -> Iterator[Text]:
+def _hits(comparison: TraceComparison) -> str:
     """How the share of hits changed, and the cause of misses that changed most in the other direction.
 
     Tokens that are computed again are misses, too, but their first source stays.
     """
     shares = {row.label: row for row in comparison.figures}
     hits = [shares[f"{source}, of {PROMPTS}"] for source in (LOCAL, EXTERNAL)]
-    before, after = (sum(shown or 0.0 for shown in side) for side in zip(*map(_sides, hits), strict=True))
+    before, after = sum(row.before or 0.0 for row in hits), sum(row.after or 0.0 for row in hits)
     if abs(after - before) < HITS_CHANGED:
-        return
+        return f"Hits stayed the same: {percent(before)} and {percent(after)} of {PROMPTS}."
     direction = 1 if after < before else -1
     causes = [row for row in comparison.misses if direction * _rise(row) > 0]
     fell, rose = ("fell", "rose") if after < before else ("rose", "fell")
-    most = ""
-    if causes:
-        most = f' Of the misses, "{causes[0].name}" {rose} most: {100 * _rise(causes[0]):+.1f} points.'
-    yield Text(f"Hits {fell} from {percent(before)} to {percent(after)} of {PROMPTS}.{most}")
+    most = f' Of the misses, "{causes[0].name}" {rose} most: {points(_rise(causes[0]))}.' if causes else ""
+    return f"Hits {fell} from {percent(before)} to {percent(after)} of {PROMPTS}.{most}"
 
 
-def _sides(row: FigureChange) -> tuple[float | None, float | None]:
-    return row.before, row.after
-
-
-def _misses_table(comparison: TraceComparison, verbose: bool) -> Table | None:
-    return change_table(f"Misses, of {PROMPTS}", comparison.misses, verbose, lambda row: row.name)
-
-
-def settings_table(changes: Sequence[SettingChange]) -> Table | None:
-    """The settings of engines, before and after; None if none changed."""
-    if not changes:
-        return None
-    table = figures_table("Settings", "before", "after")
-    for row in changes:
-        table.add_row(Text(row.setting), row.before or "-", row.after or "-")
-    return table
-
-
-def _findings_table(comparison: TraceComparison) -> Table | None:
-    if not comparison.findings:
-        return None
-    table = figures_table("Findings", "before", "after")
-    for id, (before, after) in comparison.findings.items():
-        table.add_row(Text(id), f"{before:,}", f"{after:,}")
-    return table
-
-
-def _figures_table(comparison: TraceComparison, verbose: bool) -> Table | None:
-    return change_table("Figures", comparison.figures, verbose, lambda row: row.label)
-
-
-def change_table(
-    heading: str, changes: Sequence[FigureChange], verbose: bool, name: Callable[[FigureChange], str]
-) -> Table | None:
-    """The figures that changed, or all if ``verbose``; None where there is none."""
-    rows = [row for row in changes if verbose or row.before != row.after]
-    if not rows:
-        return None
-    table = figures_table(heading, "before", "after", "change")
-    for row in rows:
-        table.add_row(Text(name(row)), _shown(row.before, row), _shown(row.after, row), _change(row))
-    return table
-
-
-def _meanings_table(comparison: TraceComparison) -> Group | None:
-    """What the engine's own figures mean where the two releases differ."""
-    if not comparison.meanings:
-        return None
-    table = plain_table(header=True)
-    for heading in ("figure", "before", "after"):
-        table.add_column(heading, overflow="fold", ratio=None if heading == "figure" else 1)
-    for row in comparison.meanings:
-        table.add_row(Text(row.figure), Text(row.before or NO_MEANING), Text(row.after or NO_MEANING))
-    legend = "The ledger's figures mean the same in both."
-    return Group(title("What the engine's own figures mean in each release", legend), table)
-
-
-def _groups_table(comparison: TraceComparison) -> Table | None:
-    """Requests, hit rate and rework of each group, before and after."""
-    if not comparison.groups:
-        return None
-    figures = ("requests", "hits", "rework", "preempted")
-    table = figures_table("Groups", *(f"{name}, {when}" for name in figures for when in ("before", "after")))
-    for change in comparison.groups:
-        pairs = zip(_of_group(change.before), _of_group(change.after), strict=True)
-        table.add_row(Text(change.group), *(cell for pair in pairs for cell in pair))
-    return table
-
-
-def _of_group(row: SummaryRow | None) -> tuple[str, ...]:
-    if row is None:
-        return ("-",) * 4
-    hits = share(row.local + row.external, row.prompt_tokens)
-    return (
-        f"{row.requests:,}",
-        "-" if hits is None else percent(hits),
-        "-" if row.rework_share is None else percent(row.rework_share),
-        f"{row.preemptions:,}",
+def settings_table(changes: Sequence[SettingChange]) -> Table:
+    """The settings of engines, before and after."""
+    return Table(
+        [(row.setting, row.before or "-", row.after or "-") for row in changes], "Settings | before | after"
     )
 
 
-def _shown(figure: float | None, row: FigureChange) -> str:
-    if figure is None:
-        return "-"
-    if row.of:
-        return percent(figure)
-    if row.name.endswith(", s"):
-        return f"{figure:,.1f}"
-    return f"{figure:,.2f}" if row.per else f"{figure:,.0f}"
+def change_table(label: str, changes: Sequence[FigureChange], verbose: bool) -> Table:
+    """The figures that changed, or all if ``verbose``. ``label``: the first column."""
+    rows = [row for row in changes if verbose or row.before != row.after]
+    return Table(rows, f"{label} | before=was | after=now | change")
 
 
-def _change(row: FigureChange) -> str:
-    if row.before is None or row.after is None or row.before == row.after:
-        return ""
-    change = row.after - row.before
-    if row.of:
-        return f"{change * 100:+.1f} points"
-    if not row.before:
-        return f"{change:+,.2f}" if row.per else f"{change:+,.0f}"
-    return f"{100 * change / row.before:+.1f} %"
+def _of_group(row: SummaryRow | None) -> tuple[int | float | None, ...]:
+    if row is None:
+        return (None,) * 4
+    hits = share(row.local + row.external, row.prompt_tokens)
+    return row.requests, hits, row.rework_share, row.preemptions

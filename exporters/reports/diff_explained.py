@@ -5,14 +5,11 @@ The simulations are in ``audit/simulate``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.errors import LedgerError
 from ...audit.faults.release_rules import ReleaseRule, release_rules
@@ -25,9 +22,9 @@ from ...audit.simulate.explanation import Explainer, Explanation, Row, change
 from ...audit.simulate.processes import Simulators
 from ...audit.simulate.study import Calibration, Stage, Study, recording
 from ...audit.text import printable
-from ..csv_cells import csv_of
-from . import diff, terminal
-from .simulate import progress
+from ..answer import BAD, GOOD, Answer, Lines, Records, Table, Words, notes, percent
+from ..terminal import share_progress
+from . import diff
 
 SIDES = ("BEFORE", "AFTER")
 
@@ -61,7 +58,7 @@ def explained(
     before, after = (_journal(name, place) for name, place in zip(SIDES, paths, strict=True))
     environments = Environments(pythons)
     shared: dict[tuple[str, ...], Simulators] = {}
-    with ExitStack() as stack, progress() as stage:
+    with ExitStack() as stack, share_progress("reading the journal") as stage:
         stack.callback(_stop, shared)
 
         def study(name: str, journal: Path) -> Study:
@@ -117,33 +114,35 @@ def _study(
         raise LedgerError(f"{name} can't be simulated: {error}") from None
 
 
-# --- what is printed ------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(found: Explained, *, verbose: bool = False) -> Group:
+def answer(found: Explained, *, verbose: bool = False) -> Answer:
     """The parts in one sentence and whether they are trusted, then every row, rules and the other order; then
     the comparison."""
     one = found.explanation
-    compared = diff.render(found.comparison, verbose=verbose)
-    return terminal.blocks(_answer(one), _table(one), _rules(one), _remarks(one), compared)
+    compared = diff.answer(found.comparison, verbose=verbose)
+    return Answer(
+        data=found,
+        sentences=[_sentence(one), *_trusted(one)],
+        parts=[_table(one), _rules(one), notes(_remarks(one)), Lines(compared.sentences), *compared.parts],
+        records=_records(one),
+        plain=lambda: {
+            **{name: getattr(found.comparison, name) for name in found.comparison.__struct_fields__},
+            "explanation": one,
+        },
+        code=one.code,
+    )
 
 
-def data(found: Explained) -> dict[str, object]:
-    """The comparison, with the explanation beside its other fields."""
-    fields = found.comparison.__struct_fields__
-    return {name: getattr(found.comparison, name) for name in fields} | {"explanation": found.explanation}
-
-
-def _answer(one: Explanation) -> Group:
-    lines = [Text(_sentence(one), style="bold")]
+def _trusted(one: Explanation) -> Iterator[str]:
     if one.doubts:
-        lines.append(Text("The explanation does not trust itself:", style="red"))
-        lines += [Text(f"  {printable(doubt)}") for doubt in one.doubts]
+        yield Words("The explanation does not trust itself:", BAD)
+        yield from (f"  {printable(doubt)}" for doubt in one.doubts)
     else:
-        lines.append(Text(" ".join(_calibrated(one)), style="green"))
+        yield Words(" ".join(_calibrated(one)), GOOD)
     if one.interrupted:
-        lines.append(Text("Interrupted: the rows that had not ended are missing.", style="red"))
-    return Group(*lines)
+        yield Words("Interrupted: the rows that had not ended are missing.", BAD)
 
 
 def _calibrated(one: Explanation) -> Iterator[str]:
@@ -162,7 +161,7 @@ def _sentence(one: Explanation) -> str:
     parts = [(row.changed, 100 * _hits(row)) for row in one.rows[1:] if abs(_hits(row)) >= 0.0005]
     parts.sort(key=lambda part: -abs(part[1]))
     named = ", ".join(f"{printable(name)} {points:+.1f} points" for name, points in parts[:LISTED])
-    whole = f"Hits {verb} from {terminal.percent(shares[0])} to {terminal.percent(shares[1])}"
+    whole = f"Hits {verb} from {percent(shares[0])} to {percent(shares[1])}"
     return f"{whole}: {named}." if named else f"{whole}, and no change has a part in that."
 
 
@@ -170,62 +169,52 @@ def _hits(row: Row) -> float:
     return 0.0 if row.change is None else row.change.hit_share + row.change.external_share
 
 
-def _table(one: Explanation) -> Table:
-    """Every row; external hits only where there are any."""
-    shown = {heading: cells for heading, cells in COLUMNS.items() if heading != "external" or _external(one)}
-    table = terminal.figures_table("changed", *(word for heading in shown for word in (heading, "change")))
-    for row in one.rows:
-        cells = (cell for of_row in shown.values() for cell in of_row(row))
-        table.add_row(Text(printable(row.changed)), *cells)
-    return table
-
-
-def _external(one: Explanation) -> bool:
-    return any(row.outcome.external_share for row in one.rows)
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:+.2f}" if share else "0"
-
-
-def _number(number: int) -> str:
-    return f"{number:+,}" if number else "0"
-
-
-COLUMNS: dict[str, Callable[[Row], tuple[str, str]]] = {
-    "hits": lambda row: (
-        terminal.percent(row.outcome.hit_share),
-        "" if row.change is None else _points(row.change.hit_share),
-    ),
-    "external": lambda row: (
-        terminal.percent(row.outcome.external_share),
-        "" if row.change is None else _points(row.change.external_share),
-    ),
-    "rework": lambda row: (
-        f"{row.outcome.rework_tokens:,}",
-        "" if row.change is None else _number(row.change.rework_tokens),
-    ),
-    "preempted": lambda row: (
-        f"{row.outcome.preemptions:,}",
-        "" if row.change is None else _number(row.change.preemptions),
-    ),
+FIGURES = {
+    "hits": "hit_share",
+    "external": "external_share",
+    "rework": "rework_tokens",
+    "preempted": "preemptions",
 }
-"""By heading, a figure of a row and its change."""
+"""The figures of a row, by heading."""
 
 
-def _rules(one: Explanation) -> Group | None:
+def _table(one: Explanation) -> Table:
+    """Every row, each figure with its change; external hits only where there are any."""
+    external = any(row.outcome.external_share for row in one.rows)
+    shown = {head: name for head, name in FIGURES.items() if head != "external" or external}
+    rows = []
+    for row in one.rows:
+        cells: list[object] = [printable(row.changed)]
+        for name in shown.values():
+            change = None if row.change is None else getattr(row.change, name)
+            value, points = getattr(row.outcome, name), name.endswith("share")
+            cells.append(percent(value) if points else value)
+            cells.append(
+                ""
+                if change is None
+                else f"{100 * change:+.2f}"
+                if points and change
+                else f"{change:+,}"
+                if change
+                else "0"
+            )
+        rows.append(tuple(cells))
+    return Table(rows, "changed" + "".join(f" | {head} | change" for head in shown))
+
+
+def _rules(one: Explanation) -> Lines:
     """The rules of each row, as proved by a setting or as candidates."""
     lines = []
     for row in one.rows:
         if row.kind == "rule":
-            lines.append(Text(f"{printable(row.changed)} turns one rule on or off:", style="bold"))
+            lines.append(f"{printable(row.changed)} turns one rule on or off:")
         elif row.rules:
             words = "Candidates: the figures change here, and these rules begin or end here, but no setting"
-            lines.append(Text(f"{printable(row.changed)}. {words} turns them off:", style="bold"))
+            lines.append(f"{printable(row.changed)}. {words} turns them off:")
         elif row.kind == "release" and row.change:
-            lines.append(Text(f"{printable(row.changed)}. No known rule begins or ends here.", style="bold"))
-        lines += [Text(f"  {_rule(release_rules()[id])}") for id in row.rules]
-    return Group(terminal.title("Rules of the releases"), *lines) if lines else None
+            lines.append(f"{printable(row.changed)}. No known rule begins or ends here.")
+        lines += [f"  {_rule(release_rules()[id])}" for id in row.rules]
+    return Lines(lines, "Rules of the releases")
 
 
 def _rule(rule: ReleaseRule) -> str:
@@ -233,14 +222,12 @@ def _rule(rule: ReleaseRule) -> str:
     return f"{rule.title} ({rule.span}; {links})"
 
 
-def _remarks(one: Explanation) -> Group | None:
-    lines = [ORDER_MATTERS, *_other_order(one), *_large_residuals(one)]
-    lines += [
-        f"The steps of {each}. Steps take what the refused model says, which only orders the requests."
-        for each in one.refused
-    ]
-    lines += [f"Not simulated: {printable(each)}" for each in one.missing]
-    return terminal.notes(lines)
+def _remarks(one: Explanation) -> Iterator[str]:
+    yield ORDER_MATTERS
+    yield from (*_other_order(one), *_large_residuals(one))
+    for each in one.refused:
+        yield f"The steps of {each}. Steps take what the refused model says, which only orders the requests."
+    yield from (f"Not simulated: {printable(each)}" for each in one.missing)
 
 
 def _large_residuals(one: Explanation) -> Iterator[str]:
@@ -268,21 +255,18 @@ def _other_order(one: Explanation) -> Iterator[str]:
     )
 
 
-def as_csv(found: Explained) -> str:
+def _records(one: Explanation) -> Records:
     """One line per row; changes are empty in the first."""
-    figures = ("hit_share", "external_share", "rework_tokens", "preemptions")
-    names = ["kind", "changed", "release", *figures, *(f"{name}_change" for name in figures), "rules"]
-    return csv_of(
-        names,
-        (
-            [
-                row.kind,
-                row.changed,
-                row.outcome.release,
-                *(getattr(row.outcome, name) for name in figures),
-                *(None if row.change is None else getattr(row.change, name) for name in figures),
-                " ".join(row.rules),
-            ]
-            for row in found.explanation.rows
-        ),
+    figures = FIGURES.values()
+    rows = (
+        [
+            *(row.kind, row.changed, row.outcome.release),
+            *(getattr(row.outcome, name) for name in figures),
+            *(None if row.change is None else getattr(row.change, name) for name in figures),
+            " ".join(row.rules),
+        ]
+        for row in one.rows
+    )
+    return Records(
+        ["kind", "changed", "release", *figures, *(f"{name}_change" for name in figures), "rules"], rows
     )

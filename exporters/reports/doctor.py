@@ -1,42 +1,68 @@
-"""What ``kvledger doctor`` prints: known faults, whether an engine here would be observed, and why."""
+"""The answer of ``kvledger doctor``: whether an engine here would be observed, and why; and known faults."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.entry.doctor import ContentsDiagnosis, Diagnosis
 from ...audit.faults.listing import KnownOfRelease
-from ..csv_cells import csv_of
+from ..answer import BAD, DIM, DOUBT, GOOD, Answer, Lines, Part, Records, Table, Words, counted
 from .faults import fault_sentence
-from .terminal import blocks, bullets, counted, indented, title
 
 
-def as_data(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The whole diagnosis, for JSON."""
-    data: dict[str, Any] = {"observed": diagnosis.observed, **msgspec.to_builtins(diagnosis)}
-    return data
+def answer(diagnosis: Diagnosis, *, verbose: bool = False) -> Answer:
+    """Whether an engine here would be observed, the facts behind that, and known faults.
+
+    ``verbose`` adds what figures mean and what is not checked.
+    """
+    parts: list[Part] = [Table(facts(diagnosis), "=state | =name | =text")]
+    parts += [_known(each, diagnosis) for each in diagnosis.faults.releases]
+    if verbose:
+        sections = {
+            "What the engine's figures mean in this release": {
+                row.figure: row.says for row in diagnosis.meanings
+            },
+            "Invariants checked in part": diagnosis.checked_in_part,
+            "Invariants not checked": diagnosis.not_checked,
+            "What is read of each connector's metadata": diagnosis.connectors,
+            "What level content checks": _contents_rows(diagnosis.contents),
+        }
+        parts += [Table(list(rows.items()), ("", ""), heading) for heading, rows in sections.items()]
+    elif diagnosis.adapter:
+        more = "-v lists what the figures mean, what is not checked, and connectors."
+        parts.append(Lines([Words(more, DIM)]))
+    if diagnosis.observed:
+        sentences = [Words("An engine started here would be observed.", GOOD)]
+    else:
+        sentences = [Words("An engine started here would not be observed:", BAD)]
+    return Answer(
+        diagnosis,
+        [*sentences, *(f"- {problem}" for problem in diagnosis.problems)],
+        parts,
+        Records(("topic", "name", "says"), _records(diagnosis)),
+        lambda: {"observed": diagnosis.observed, **msgspec.to_builtins(diagnosis)},
+        0 if diagnosis.observed else 1,
+    )
 
 
-def as_csv(diagnosis: Diagnosis) -> str:
+def _records(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str]]:
     """One line per fact: topic, name, and what the diagnosis says of it."""
-    rows: list[tuple[str, str, str]] = [("observed", "", str(diagnosis.observed).lower())]
-    known = [row for release in diagnosis.faults.releases for row in release.faults]
-    rows += [("faults", row.id, f"{row.title} {row.condition}".rstrip()) for row in known]
+    yield "observed", "", str(diagnosis.observed).lower()
+    for release in diagnosis.faults.releases:
+        for row in release.faults:
+            yield "faults", row.id, f"{row.title} {row.condition}".rstrip()
     for topic, value in msgspec.to_builtins(diagnosis).items():
         if topic == "faults":
             continue
         if isinstance(value, dict):
-            rows += [(topic, name, _joined(text)) for name, text in value.items()]
+            yield from ((topic, name, _joined(text)) for name, text in value.items())
         elif isinstance(value, list):
-            rows += [(topic, *_name_and_text(each)) for each in value]
+            yield from ((topic, *_name_and_text(each)) for each in value)
         else:
-            rows.append((topic, "", str(value or "")))
-    return csv_of(("topic", "name", "says"), rows)
+            yield topic, "", str(value or "")
 
 
 def _joined(value: Any) -> str:
@@ -50,51 +76,17 @@ def _name_and_text(value: Any) -> tuple[str, str]:
     return (str(value["figure"]), str(value["says"])) if isinstance(value, dict) else (str(value), "")
 
 
-def render(diagnosis: Diagnosis, *, verbose: bool = False) -> Group:
-    """Known faults, the answer, and the facts behind it.
-
-    ``verbose`` adds what figures mean and what is not checked.
-    """
-    known: list[RenderableType | None] = [_known(each, diagnosis) for each in diagnosis.faults.releases]
-    parts = [*known, _answer(diagnosis), _facts(diagnosis)]
-    if verbose:
-        meanings = {row.figure: row.says for row in diagnosis.meanings}
-        parts += [
-            _section("What the engine's figures mean in this release", meanings),
-            _section("Invariants checked in part", diagnosis.checked_in_part),
-            _section("Invariants not checked", diagnosis.not_checked),
-            _section("What is read of each connector's metadata", diagnosis.connectors),
-            _section("What level content checks", _contents_rows(diagnosis.contents)),
-        ]
-    elif diagnosis.adapter:
-        parts.append(
-            Text("-v lists what the figures mean, what is not checked, and connectors.", style="dim")
-        )
-    return blocks(*parts)
-
-
-def _known(known: KnownOfRelease, diagnosis: Diagnosis) -> Group:
+def _known(known: KnownOfRelease, diagnosis: Diagnosis) -> Lines:
     """The faults of one installed release that can concern an engine here."""
     if not known.is_examined:
-        return Group(Text(known.says, style="bold yellow"))
+        return Lines([Words(known.says, DOUBT)])
     rows, drifts = known.of_kind("fault"), len(known.of_kind("drift"))
     journal = diagnosis.faults.journal
     settings = f"settings of {journal}" if journal else "its settings are not known"
     head = f"{known.name}: {counted(len(rows), 'known fault')} can concern an engine here ({settings})."
     more = f"kvledger doctor faults has their links, and {counted(drifts, 'drift')} of figures."
-    lines = [head, known.says] if known.says else [head]
-    return Group(
-        *(Text(line, style="bold" if line is head else "") for line in lines),
-        *(bullet for row in rows for bullet in bullets([fault_sentence(row)])),
-        Text(more, style="dim"),
-    )
-
-
-def _answer(diagnosis: Diagnosis) -> Group:
-    if diagnosis.observed:
-        return Group(Text("An engine started here would be observed.", style="bold green"))
-    reasons = [Text(f"- {problem}", overflow="fold") for problem in diagnosis.problems]
-    return Group(Text("An engine started here would not be observed:", style="bold red"), *reasons)
+    lines = [*([known.says] if known.says else []), *(f"- {fault_sentence(row)}" for row in rows)]
+    return Lines([*lines, Words(more, DIM)], head)
 
 
 class Fact(NamedTuple):
@@ -103,9 +95,6 @@ class Fact(NamedTuple):
     state: str
     name: str
     text: str
-
-
-STYLES = {"ok": "green", "partly": "yellow", "missing": "red", "": ""}
 
 
 def facts(diagnosis: Diagnosis) -> list[Fact]:
@@ -182,16 +171,6 @@ def _vllm(version: str | None, diagnosis: Diagnosis) -> str:
     return f"{version}, {adapter} ({_HOW[diagnosis.examined]})"
 
 
-def _facts(diagnosis: Diagnosis) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for state, name, text in facts(diagnosis):
-        table.add_row(Text(state, style=STYLES[state]), Text(name), Text(text))
-    return table
-
-
 def _invariants(diagnosis: Diagnosis) -> str:
     limits = [
         f"{len(names)} {how}"
@@ -202,16 +181,3 @@ def _invariants(diagnosis: Diagnosis) -> str:
         if names
     ]
     return ", ".join([f"{len(diagnosis.checked)} can be checked", *limits])
-
-
-def _section(heading: str, rows: dict[str, str]) -> Group | None:
-    return Group(title(heading), indented(_table(rows))) if rows else None
-
-
-def _table(rows: dict[str, str]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(Text(name), Text(value))
-    return table

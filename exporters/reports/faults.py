@@ -1,22 +1,23 @@
-"""``kvledger doctor faults``: what is known of a release; and what ``explain`` says of one fault."""
+"""``kvledger doctor faults``: what is known of a release; and what ``kvledger explain`` says of a name."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.text import Text
 
-from ...audit.faults.catalogue import HARMS, Fault, Kind, shown_by
+from ...audit import glossary
+from ...audit.checks import registry
+from ...audit.errors import LedgerError
+from ...audit.faults.catalogue import HARMS, Fault, Kind, catalogue, shown_by
 from ...audit.faults.listing import KnownFault, KnownOfRelease, of_all, of_release
 from ...audit.faults.releases import EXAMINED, Product, checked
 from ...audit.faults.texts import facts, level_of
-from ..csv_cells import csv_of
-from .terminal import blocks, counted, indented, listed, title
+from ..answer import DIM, DOUBT, Answer, Lines, Records, Table, Words, counted, listed
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")
 PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache")
@@ -36,60 +37,55 @@ def faults(vllm: str, lmcache: str, installed: Mapping[str, str]) -> list[KnownO
     return here or [of_all(product) for product in PRODUCTS]
 
 
-def as_data(known: Sequence[KnownOfRelease]) -> list[dict[str, Any]]:
-    """Every release and its faults, for JSON. ``examined`` is false where nothing is known."""
-    return [{"examined": each.is_examined, **msgspec.to_builtins(each)} for each in known]
+def answer(known: Sequence[KnownOfRelease]) -> Answer:
+    """Each release: how many faults it has, then each fault, the worst first.
 
-
-def as_csv(known: Sequence[KnownOfRelease]) -> str:
-    """One line per release and fault; several findings or links stand in one cell, with blanks between."""
-    rows = [
+    CSV has one line per release and fault; several findings or links stand in one cell, with blanks between.
+    """
+    rows = (
         (each.release, *map(_cell, msgspec.structs.astuple(row))) for each in known for row in each.faults
-    ]
-    return csv_of(COLUMNS, rows)
+    )
+    more = Words("kvledger explain ID prints one of them in full.", DIM)
+    return Answer(
+        known,
+        [line for each in known for line in _sentences(each)],
+        [
+            *(part for each in known for part in _release(each)),
+            Lines([more] if any(each.faults for each in known) else []),
+        ],
+        Records(COLUMNS, rows),
+        lambda: [{"examined": each.is_examined, **msgspec.to_builtins(each)} for each in known],
+    )
 
 
 def _cell(value: object) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def render(known: Sequence[KnownOfRelease]) -> Group:
-    """Each release: how many faults it has, then each fault, the worst first."""
-    parts: list[RenderableType] = [part for each in known for part in _release(each)]
-    if any(each.faults for each in known):
-        parts.append(Text("kvledger explain ID prints one of them in full.", style="dim"))
-    return blocks(*parts)
+def _release(known: KnownOfRelease) -> Iterator[Lines]:
+    for harm, rows in groupby(known.of_kind("fault"), key=lambda row: row.harms):
+        yield Lines([line for row in rows for line in _entry(row)], _capital(HARMS[harm]))
+    drifts = [line for row in known.of_kind("drift") for line in _entry(row)]
+    yield Lines(drifts, "Figures counted by a rule that misleads (drifts)")
 
 
-def _release(known: KnownOfRelease) -> Iterator[RenderableType]:
-    if not known.is_examined:
-        yield Text(known.says, style="bold yellow")
-        return
-    wrong, drifts = known.of_kind("fault"), known.of_kind("drift")
-    yield Group(Text(_answer(known), style="bold"), *([Text(known.says)] if known.says else []))
-    for harm, rows in groupby(wrong, key=lambda row: row.harms):
-        yield Group(_heading(HARMS[harm]), *map(entry, rows))
-    if drifts:
-        yield Group(_heading("figures counted by a rule that misleads (drifts)"), *map(entry, drifts))
-
-
-def _answer(known: KnownOfRelease) -> str:
+def _sentences(known: KnownOfRelease) -> Iterator[str]:
     """``vLLM 0.18.1: 14 faults and 14 drifts known.``"""
+    if not known.is_examined:
+        yield Words(known.says, DOUBT)
+        return
     counts = [counted(len(rows), kind) for kind in KINDS if (rows := known.of_kind(kind))]
     name = known.name if known.release else f"{known.name}, all releases"
-    return f"{name}: {listed(counts) if counts else 'no fault'} known."
+    yield f"{name}: {listed(counts) if counts else 'no fault'} known."
+    yield from [known.says] if known.says else []
 
 
-def _heading(text: str) -> Text:
-    return title(text[:1].upper() + text[1:])
-
-
-def entry(row: KnownFault) -> RenderableType:
+def _entry(row: KnownFault) -> Iterator[str]:
     """One fault: what is wrong, under which conditions, in which releases, and what shows it."""
     maybe = " (may have it)" if row.state == "may have" else ""
-    head = Text.assemble((row.id, "bold"), f"{maybe}: {row.title}")
-    lines = [row.condition, f"{row.releases}; found by {_found(row)}", *row.links]
-    return Group(indented(head), *(indented(Text(line, overflow="fold"), 4) for line in lines if line))
+    yield f"  {row.id}{maybe}: {row.title}"
+    lines = (row.condition, f"{row.releases}; found by {_found(row)}", *row.links)
+    yield from (f"    {line}" for line in lines if line)
 
 
 def fault_sentence(row: KnownFault) -> str:
@@ -114,7 +110,7 @@ def explained(fault: Fault) -> str:
     """One fault, for a terminal."""
     parts = [
         f"{fault.id} ({fault.kind} of {fault.project})",
-        _wrapped(_sentence(fault.title)),
+        _wrapped(f"{_capital(fault.title)}."),
         _wrapped(fault.text),
     ]
     known = [textwrap.fill(f"{name}: {text}", 80, **_HANGING) for name, text in facts(fault)]
@@ -144,9 +140,59 @@ def _upstream(fault: Fault) -> Iterator[str]:
         yield from (f"  {name}  {url}" for name, url in fault.named_links)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
+
+
+# --- explain --------------------------------------------------------------------------------------------
+
+
+def explanation(name: str) -> str:
+    """An invariant by its id, else a term by its name, else a known fault by its id.
+
+    Raises :class:`LedgerError` for none of them.
+    """
+    if name in registry.catalogue():
+        return "\n\n".join(filter(None, (registry.explain(name), behind(name))))
+    term = glossary.term(name)
+    if term is not None:
+        return glossary.explain(term)
+    fault = catalogue().get(name)
+    if fault is not None:
+        return explained(fault)
+    raise LedgerError(f"no invariant, term or fault is called {name!r}{_suggestion(name)}")
+
+
+def _suggestion(name: str) -> str:
+    """The closest names; an alias suggests its term."""
+    names = [*registry.catalogue(), *glossary.spellings(), *catalogue()]
+    close = get_close_matches(name.casefold(), names, n=5, cutoff=0.6)
+    names = [row.name if (row := glossary.term(each)) else each for each in close]
+    unique = list(dict.fromkeys(names))[:3]
+    return f"; did you mean {', '.join(unique)}?" if unique else ""
+
+
+def names() -> Answer:
+    """Every term by section, every invariant with its promise, and the number of faults."""
+    invariants = registry.catalogue()
+    terms = [(section, ", ".join(row.name for row in rows)) for section, rows in glossary.SECTIONS.items()]
+    return Answer(
+        None,
+        [
+            f"{len(glossary.TERMS)} terms, {len(invariants)} invariants and {len(catalogue())} known faults "
+            "have an explanation: kvledger explain NAME prints one. kvledger doctor faults lists the faults."
+        ],
+        [
+            Table(terms, ("", ""), "Terms"),
+            Table([(row.id, _promise(row)) for row in invariants.values()], ("", ""), "Invariants"),
+        ],
+    )
+
+
+def _promise(row: registry.Invariant) -> str:
+    promise = " ".join(row.must_hold.replace("``", "").split())
+    return promise if row.severity == "violation" else f"{promise} (drift)"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from ...audit.causes import FIRST_TOKEN, QUEUED
-from .terminal import counted, listed
+from ..answer import counted, listed
+from ..answer import milliseconds as shown
 
 
 class FirstTokens(msgspec.Struct, frozen=True):
@@ -63,8 +64,3 @@ def _total_and_parts(means: list[tuple[str, float]]) -> str:
     total = shown(sum(spent for _, spent in means))
     parts = [f"{shown(spent)} {cause}" for cause, spent in means]
     return total + (f", {listed(parts)}." if parts else ".")
-
-
-def shown(milliseconds: float) -> str:
-    """``1.20 s`` or ``34.5 ms``."""
-    return f"{milliseconds / 1e3:,.2f} s" if milliseconds >= 1000 else f"{milliseconds:.1f} ms"

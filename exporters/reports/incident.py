@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.causes import MISSES
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window, instant, window
 from ...audit.text import utc
-from ..csv_cells import structs_csv
+from ..answer import DIM, Answer, Words, counted, listed, records
 from ..facts.sides import TENANT, UNLABELLED, Side, sides_at
 from .diff import FigureChange, SettingChange, change_table, most_changed, setting_changes, settings_table
 from .incident_rules import WITHOUT_EFFECT, Change, felt, likeliest
-from .terminal import VERDICTS, blocks, counted, listed
 
 BEFORE, YESTERDAY = "before", "yesterday"
 LENGTH = "30m"
@@ -195,50 +192,42 @@ def _misses(before: Side, after: Side) -> list[FigureChange]:
     )
 
 
-# --- how it is printed --------------------------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------------------------
 
 
-def as_csv(found: Incident) -> str:
-    """One line per figure."""
-    return structs_csv(FigureChange, found.figures)
-
-
-def render(found: Incident, *, verbose: bool = False) -> Group:
-    """The answer, then what changed. ``verbose``: all causes, and figures that are equal."""
-    return blocks(
-        Group(*_answer(found, verbose)),
-        settings_table(found.settings),
-        change_table("Figures", found.figures, verbose, lambda row: row.label),
-        change_table("Misses, of prompt tokens", found.misses, verbose, lambda row: row.name),
+def answer(found: Incident, *, verbose: bool = False) -> Answer:
+    """The likeliest cause, then what changed. ``verbose``: all causes, and figures that are equal."""
+    return Answer(
+        data=found,
+        sentences=list(_sentences(found, verbose)),
+        parts=[
+            settings_table(found.settings),
+            change_table("Figures=label", found.figures, verbose),
+            change_table("Misses, of prompt tokens=name", found.misses, verbose),
+        ],
+        records=records(FigureChange, found.figures),
     )
 
 
-def _answer(found: Incident, verbose: bool) -> Iterator[Text]:
-    before, after = found.verdicts
-    yield Text.assemble(
-        ("Verdict: ", "bold"), (before if before == after else f"{before} -> {after}", VERDICTS[after])
-    )
+def _sentences(found: Incident, verbose: bool) -> Iterator[str]:
     named = found.causes if verbose else found.causes[:NAMED]
     for place, cause in enumerate(named):
-        yield Text.assemble(("Likeliest cause: " if not place else "Next likeliest: ", "bold"), cause.text)
+        yield f"{'Next likeliest' if place else 'Likeliest cause'}: {cause.text}"
         if cause.now:
-            yield Text(f"  Now: {cause.now}")
-        for command in cause.next if not place or verbose else []:
-            yield Text(f"  Next: {command}")
-    left = len(found.causes) - len(named)
-    if left:
-        yield Text(f"{counted(left, 'more cause')}: -v prints all.", style="dim")
-    if found.felt:
-        yield Text(f"Worse for users: {listed(found.felt)}.")
+            yield f"  Now: {cause.now}"
+        yield from (f"  Next: {command}" for command in (cause.next if not place or verbose else []))
+    if left := len(found.causes) - len(named):
+        yield Words(f"{counted(left, 'more cause')}: -v prints all.", DIM)
     if not found.causes:
-        yield Text(
-            "No cause that kvledger knows changed; the tables show what did." if found.felt else NOTHING,
-            style="bold",
-        )
-    elif not found.felt:
-        yield Text("Hits, first tokens and preemptions of all requests together did not become worse.")
-    yield Text(_compared(found), style="dim")
-    yield from (Text(note, style="dim") for note in found.notes)
+        yield "No cause that kvledger knows changed; the tables show what did." if found.felt else NOTHING
+    if found.felt:
+        yield f"Worse for users: {listed(found.felt)}."
+    elif found.causes:
+        yield "Hits, first tokens and preemptions of all requests together did not become worse."
+    before, after = found.verdicts
+    yield f"{after}{'' if before == after else f', before: {before}'}."
+    yield Words(_compared(found), DIM)
+    yield from (Words(note, DIM) for note in found.notes)
 
 
 def _compared(found: Incident) -> str:

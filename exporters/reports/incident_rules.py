@@ -15,10 +15,10 @@ import msgspec
 
 from ...audit import causes
 from ...audit.checks.registry import catalogue
+from ..answer import counted, listed, percent
+from ..answer import milliseconds as shown
 from ..facts.sides import ADAPTER, PRIORITY, TENANT, UNLABELLED, Side, ratio
 from .diff import SettingChange
-from .first_token import shown
-from .terminal import counted, listed, percent
 
 LEAST_REQUESTS = 20
 """With fewer requests on a side, nothing is concluded from its rates and means."""

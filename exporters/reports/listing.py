@@ -1,25 +1,28 @@
-"""Lists the journals of a folder, and removes old ones when asked."""
+"""Lists the journals of a folder, compacts them, and removes old ones when asked."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.errors import LedgerError
-from ...audit.journal.catalogue import find_journals, host_folders
+from ...audit.journal.catalogue import find_journals, host_folders, say
 from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
 from ...audit.replay.atomic_files import FOLDER
 from ...audit.replay.find import journals_at, short_names
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
-from ..csv_cells import structs_csv
-from .terminal import blocks, bytes_text, counted, plain_table
+from ..answer import Answer, Table, bytes_text, counted, records
+
+if TYPE_CHECKING:
+    from ..facts.compact import Compacted
+    from ..facts.retention import Retention
 
 
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +47,16 @@ class JournalRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     segments: int
     verdict: str = ""
+
+    @property
+    def since(self) -> str:
+        """When it began, without a date's zone: the columns are of UTC."""
+        return _time(self.began_seconds)
+
+    @property
+    def until(self) -> str:
+        """When it ended."""
+        return _time(self.until_seconds)
 
 
 def journals(paths: Sequence[Path], *, audit: bool = False, run: Run = here) -> list[JournalRow]:
@@ -79,32 +92,18 @@ def _row(known: JournalFacts, name: str, verdict: str = "") -> JournalRow:
     return JournalRow(journal=str(known.path), name=name, verdict=verdict, **values)
 
 
-def render(rows: Sequence[JournalRow]) -> Group:
+def answer(rows: Sequence[JournalRow]) -> Answer:
     """How many journals there are, then a line each."""
-    audited = any(row.verdict for row in rows)
-    table = plain_table(header=True)
-    for name in ("name", "model", "rank", "host", "release", "level", "state", "from (UTC)", "to (UTC)"):
-        table.add_column(name, no_wrap=True)
-    for name in ("requests", "bytes"):
-        table.add_column(name, justify="right")
-    if audited:
-        table.add_column("verdict")
-    for row in rows:
-        rank = "-" if row.rank is None else str(row.rank)
-        cells = [row.name, row.model or "-", rank, row.host or "-"]
-        cells += [row.release or "-", row.level or "-", row.state]
-        cells += [_time(row.began_seconds), _time(row.until_seconds)]
-        cells += ["-" if row.requests is None else f"{row.requests:,}", bytes_text(row.bytes)]
-        table.add_row(*map(Text, [*cells, row.verdict] if audited else cells))
-    whole = bytes_text(sum(row.bytes for row in rows))
     live = sum(row.state == "live" for row in rows)
     running = f", {live} of them of live engines" if live else ""
-    return blocks(Group(Text(f"{counted(len(rows), 'journal')}, {whole}{running}.")), table)
-
-
-def as_csv(rows: Sequence[JournalRow]) -> str:
-    """One line per journal, with a header."""
-    return structs_csv(JournalRow, rows)
+    whole = bytes_text(sum(row.bytes for row in rows))
+    columns = (
+        "name | model | rank | host | release | level | state | from (UTC)=since | to (UTC)=until | "
+        "requests | bytes:bytes"
+    )
+    verdict = " | verdict" if any(row.verdict for row in rows) else ""
+    sentence = f"{counted(len(rows), 'journal')}, {whole}{running}."
+    return Answer(rows, [sentence], [Table(rows, columns + verdict)], records(JournalRow, rows))
 
 
 class Pruned(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,28 +158,54 @@ def _remove(journal: Path) -> None:
             raise LedgerError(f"{path} can't be removed: {error.strerror}.") from error
 
 
-def render_pruned(result: Pruned) -> Group:
+def answer_of_pruned(result: Pruned) -> Answer:
     """What was or would be removed."""
-    name_of = names_of(row.journal for row in result.journals)
     did = "Removed" if result.removed else "Would remove"
-    answer = f"{did} {counted(len(result.journals), 'journal')}, {bytes_text(result.bytes)}"
+    stay = f"{counted(result.kept, 'journal')} {'left' if result.removed else 'would stay'}."
     more = "" if result.removed or not result.journals else " Nothing was removed: add --yes to do it."
-    table = plain_table(header=True)
-    for name in ("journal", "release", "to (UTC)"):
-        table.add_column(name)
-    table.add_column("bytes", justify="right")
-    for row in result.journals:
-        cells = (name_of(row.journal), row.release or "-", _time(row.until_seconds), bytes_text(row.bytes))
-        table.add_row(*map(Text, cells))
-    text = Text(f"{answer}; {counted(result.kept, 'journal')} would stay.{more}")
-    if result.removed:
-        text = Text(f"{answer}; {counted(result.kept, 'journal')} left.")
-    return blocks(Group(text), table if result.journals else None)
+    sentence = f"{did} {counted(len(result.journals), 'journal')}, {bytes_text(result.bytes)}; {stay}{more}"
+    name_of = names_of(row.journal for row in result.journals)
+    rows = [(name_of(row.journal), row.release, row.until, bytes_text(row.bytes)) for row in result.journals]
+    table = Table(rows, "journal | release | to (UTC) | bytes")
+    return Answer(result, [sentence], [table], records(JournalRow, result.journals))
 
 
-def pruned_csv(result: Pruned) -> str:
-    """One line per journal, with a header."""
-    return structs_csv(JournalRow, result.journals)
+def compact_all(paths: Sequence[Path], *, keep: Retention | None = None, run: Run = here) -> list[Compacted]:
+    """Keep or continue the facts of every journal at ``paths``; what can't be is said. Raises LedgerError.
+
+    With ``keep`` old rows are removed, also those of journals that are gone.
+    """
+    from ..facts.compact import LATER, compact
+    from ..facts.kept import is_session, journals_and_sessions
+
+    found = journals_and_sessions(paths)
+    rows = list(run(partial(compact, keep=keep), [path for path in found if keep or not is_session(path)]))
+    for row in rows:
+        if row.problem and row.problem not in LATER:
+            say(f"{row.journal} was not compacted: {row.problem}")
+    return rows
+
+
+def answer_of_compacted(rows: Sequence[Compacted]) -> Answer:
+    """How many requests are kept, then a line for each journal."""
+    from ..facts.compact import Compacted
+
+    whole = [row for row in rows if not row.problem]
+    requests, size = sum(row.requests for row in whole), bytes_text(sum(row.bytes for row in whole))
+    sentence = (
+        f"{counted(requests, 'ended request')} of {counted(len(whole), 'journal')} in {size} of Parquet."
+    )
+    if removed := sorted({row.rows_from for row in whole} - {""}):
+        sentence += f" Of requests that ended before {' or '.join(removed)} only sums by the hour are kept."
+    name_of = names_of(row.journal for row in rows)
+    shown = [
+        (name_of(row.journal), None, None, None, f"not compacted: {row.problem}")
+        if row.problem
+        else (name_of(row.journal), row.requests, row.files, bytes_text(row.bytes), row.verdict)
+        for row in rows
+    ]
+    table = Table(shown, "journal | requests | files | bytes | verdict")
+    return Answer(rows, [sentence], [table], records(Compacted, rows))
 
 
 def names_of(journals: Iterable[str]) -> Callable[[str], str]:

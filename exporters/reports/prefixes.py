@@ -1,4 +1,4 @@
-"""The prefixes for which the cache saved and lost most, as text, data or CSV."""
+"""The prefixes for which the cache saved and lost most."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.analysis.prefixes import Prefix
 from ...audit.replay.block_traces import block_prefixes
 from ...audit.replay.parallel import Run, here, readable
 from ...audit.text import utc
-from ..csv_cells import csv_of
+from ..answer import Answer, Lines, Table, counted, of_fields
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .terminal import blocks, counted, figures_table, indented, title
 
 LEGEND = (
     "A prefix is a stretch of blocks that requests share until they differ. Saved tokens were hits. Lost "
@@ -61,62 +58,41 @@ def _of_journal(path: Path) -> tuple[list[Prefix], list[str]]:
     return block_prefixes(recorded_blocks(path, groups=True))
 
 
-def render(result: Prefixes) -> Group:
+def answer(result: Prefixes) -> Answer:
     """Two sentences, the table, and who lost what to whom."""
-    answer = [
-        Text(
-            f"{counted(result.prefixes, 'prefix').replace('prefixs', 'prefixes')}: the cache saved "
-            f"{result.saved_tokens:,} tokens; {result.lost_tokens:,} tokens were evicted and computed again."
-        )
+    sentences = [
+        f"{counted(result.prefixes, 'prefix', 'prefixes')}: the cache saved {result.saved_tokens:,} tokens; "
+        f"{result.lost_tokens:,} tokens were evicted and computed again."
     ]
     if result.shown and (result.shown[0].saved_tokens or result.shown[0].lost_tokens):
         first = result.shown[0]
-        answer.append(
-            Text(
-                f"Most by prefix {first.label}, tokens {first.start:,} to {first.end:,} of "
-                f"{counted(first.requests, 'request')}: {first.saved_tokens:,} saved, "
-                f"{first.lost_tokens:,} lost."
-            )
+        sentences.append(
+            f"Most by prefix {first.label}, tokens {first.start:,} to {first.end:,} of "
+            f"{counted(first.requests, 'request')}: {first.saved_tokens:,} saved, {first.lost_tokens:,} lost."
         )
-    answer += [Text(f"{doubt[:1].upper()}{doubt[1:]}.") for doubt in result.doubts]
-    return blocks(Group(*answer), _table(result.shown), _losses(result.shown))
+    sentences += [f"{doubt[:1].upper()}{doubt[1:]}." for doubt in dict.fromkeys(result.doubts)]
+    table = Table(
+        result.shown,
+        "prefix=label | after=parent | from=start | to=end | requests | saved=saved_tokens | "
+        "lost=lost_tokens | losses | again, s=wait_seconds:,.1f",
+        "Prefixes by tokens saved and lost",
+        LEGEND,
+    )
+    records = of_fields(COLUMNS, result.shown)
+    return Answer(result, sentences, [table, _last_losses(result.shown)], records)
 
 
-def _table(shown: Sequence[Prefix]) -> Group | None:
-    if not shown:
-        return None
-    table = figures_table("prefix", "after", "from", "to", "requests", "saved", "lost", "losses", "again, s")
-    for each in shown:
-        table.add_row(
-            each.label,
-            each.parent or "-",
-            f"{each.start:,}",
-            f"{each.end:,}",
-            f"{each.requests:,}",
-            f"{each.saved_tokens:,}",
-            f"{each.lost_tokens:,}",
-            f"{each.losses:,}",
-            "" if each.wait_seconds is None else f"{each.wait_seconds:,.1f}",
-        )
-    return Group(title("Prefixes by tokens saved and lost", LEGEND), table)
-
-
-def _losses(shown: Sequence[Prefix]) -> Group | None:
+def _last_losses(shown: Sequence[Prefix]) -> Lines:
     """The last loss of each of the prefixes that lost most, by time."""
     most = sorted(shown, key=lambda each: -each.lost_tokens)[:5]
     losses = [(loss, each.label) for each in most for loss in each.last_losses[-1:]]
     lines = [
-        f"{_time(loss.needed_seconds)}: {loss.needed_by} computed {loss.tokens:,} tokens of {label} again, "
+        f"  {_time(loss.needed_seconds)}: {loss.needed_by} computed {loss.tokens:,} tokens of {label} again, "
         f"evicted at {_time(loss.evicted_seconds)} for {loss.evicted_for or 'no known request'}"
         for loss, label in sorted(losses, key=lambda one: one[0].needed_seconds or 0.0)
     ]
-    return Group(title("Last losses"), *(indented(Text(line)) for line in lines)) if lines else None
+    return Lines(lines, "Last losses")
 
 
 def _time(seconds: float | None) -> str:
     return "an unknown time" if seconds is None else utc(seconds, milliseconds=True)
-
-
-def as_csv(result: Prefixes) -> str:
-    """One line per prefix."""
-    return csv_of(COLUMNS, ([getattr(each, name) for name in COLUMNS] for each in result.shown))

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.text import Text
 
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import csv_of
-from .terminal import blocks, decimal, notes, plain_table
+from ..answer import DIM, Answer, Records, Table, Words, notes
 
 MOST_SHOWN = 1_000
 """The most rows that a terminal shows; json and csv have all."""
@@ -40,27 +38,11 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
         return Answered(columns=columns, rows=[list(row) for row in rows], notes=missing)
 
 
-def render(answer: Answered) -> Any:
-    """The answer as a table."""
-    table = plain_table(header=True)
-    for place, name in enumerate(answer.columns):
-        numbers = all(isinstance(row[place], int | float) for row in answer.rows)
-        table.add_column(Text(name), justify="right" if numbers and answer.rows else "left")
-    for row in answer.rows[:MOST_SHOWN]:
-        table.add_row(*(Text(_shown(value)) for value in row))
-    if len(answer.rows) > MOST_SHOWN:
-        table.caption = f"{MOST_SHOWN:,} of {len(answer.rows):,} rows; --format csv has all."
-    return blocks(table, notes(answer.notes))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else decimal(value, 6)
-
-
-def as_csv(answer: Answered) -> str:
-    """The answer with a header; an empty cell for null."""
-    return csv_of(answer.columns, answer.rows)
+def answer(found: Answered) -> Answer:
+    """The rows as a table."""
+    rows = [tuple(row) for row in found.rows[:MOST_SHOWN]]
+    more = f"{MOST_SHOWN:,} of {len(found.rows):,} rows; --format csv has all."
+    cut = [Words(more, DIM)] if len(found.rows) > MOST_SHOWN else []
+    return Answer(
+        found, cut, [Table(rows, found.columns), notes(found.notes)], Records(found.columns, found.rows)
+    )

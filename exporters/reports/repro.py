@@ -1,11 +1,10 @@
-"""What `kvledger repro` does: choose a finding, reproduce it, write the file, and print what came of it.
+"""What `kvledger repro` does: choose a finding, reproduce it, write the file and bisect releases.
 
 The reproduction itself is in ``audit/repro``, the files in ``exporters/repro``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import tempfile
@@ -15,21 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.errors import LedgerError
+from ...audit.repro import bisect as bisection
 from ...audit.repro.assertions import refusal
-from ...audit.repro.bisect import Environment, Run, run_file
+from ...audit.repro.bisect import Bisection, Environment, Run, run_file
 from ...audit.repro.choose_finding import Ambiguous, Seen, choose
 from ...audit.repro.reproduction import OtherRelease, Reproduction, reproduce
 from ...audit.text import printable
+from ..answer import BAD, Answer, Lines, Table, Words, counted, notes
 from ..files import write_whole
 from ..repro.bug_report import bug_report
 from ..repro.pytest_file import render as file_text
-from . import terminal
+from ..terminal import console, progress, rendered, share_progress, show
 
 EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3}
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -48,8 +45,11 @@ def run(
     any_release: bool,
     python: str,
     as_json: bool,
-) -> int:
-    """Reproduce one finding, write what was asked for, and return the exit code."""
+) -> Answer | int:
+    """Reproduce one finding and write what was asked for.
+
+    The answer goes to standard error, and its exit code is returned, if the test is on standard output.
+    """
     seconds = _seconds(budget)
     if as_json and str(output) == "-":
         raise LedgerError("--format json and -o - would both print to standard output; name a file")
@@ -58,27 +58,25 @@ def run(
     except Ambiguous as several:
         seen = _choose(several.findings)
     try:
-        with _progress() as progress:
+        with _progress() as move:
             made = reproduce(
                 path,
                 seen=seen,
                 budget=seconds,
                 python=python or None,
                 any_release=any_release,
-                progress=progress,
+                progress=move,
             )
     except OtherRelease as differs:
         raise LedgerError(f"{differs} Or try the installed one with --any-release.") from None
     tried = None
     if made.status == "reproduced":
         tried = _write(made, output, issue, python or sys.executable)
-    if as_json:
-        print(json.dumps(as_data(made, tried, output, issue), indent=2))
-    else:
-        terminal.show(render(made, tried, output, issue), stderr=str(output) == "-")
-    if tried is not None and tried.result != "fails":
-        return EXIT_CODES["not reproduced"]
-    return EXIT_CODES[made.status]
+    found = answer(made, tried, output, issue)
+    if str(output) != "-":
+        return found
+    show(rendered(found), stderr=True)
+    return found.code
 
 
 # --- which finding --------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def _choose(findings: Sequence[Seen]) -> Seen:
     for line in lines:
         print(line, file=sys.stderr)
     if not offered or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise LedgerError(f"{terminal.counted(len(findings), 'finding')}: choose with --finding or --request")
+        raise LedgerError(f"{counted(len(findings), 'finding')}: choose with --finding or --request")
     print(f"Which of them (1 to {len(offered)})? ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip()
     if not answer.isdigit() or not 1 <= int(answer) <= len(offered):
@@ -142,66 +140,71 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str) ->
         return run_file(file, Environment(made.workload.release, (python,)))
 
 
-# --- what is printed ------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> Group:
-    """The answer, then what was cut down, what was assumed, and what to do next."""
+def answer(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> Answer:
+    """What came of it, then what was cut down, what was assumed, and what to do next."""
+    data = lambda: as_data(made, tried, output, issue)  # noqa: E731
+    code = EXIT_CODES["not reproduced" if tried is not None and tried.result != "fails" else made.status]
     if made.status != "reproduced" or tried is None:
-        return terminal.blocks(_answer(made), _nearest(made))
+        nearest = made.nearest
+        near = (
+            ""
+            if nearest is None
+            else f"The nearest that came back: {nearest.id}: {printable(nearest.message)}"
+        )
+        return Answer(made, [_sentence(made), *filter(None, [near])], plain=data, code=code)
     file = "" if str(output) == "-" else str(output)
-    return terminal.blocks(
-        _answer(made),
-        _written(made, tried, file, issue),
-        _table(made),
-        Text(
-            f"{made.driven:,} workloads driven in {made.seconds:.1f} s, the first reproduction after "
-            f"{made.first_seconds:.1f} s."
-        ),
-        terminal.notes([f"Assumed: {sentence}" for sentence in made.assumed]),
-        Text(f"Next: kvledger repro bisect {file}") if file and tried.result == "fails" else None,
+    journal = "in the journal" if made.whole else "in the part of the journal that was read"
+    return Answer(
+        made,
+        [_sentence(made), *_written(made, tried, file, issue)],
+        [
+            Table(
+                [
+                    (journal, made.requests_before, made.steps_before),
+                    ("in the test", made.requests_after, made.steps_after),
+                ],
+                " | requests | steps",
+            ),
+            Lines(
+                [
+                    f"{made.driven:,} workloads driven in {made.seconds:.1f} s, the first reproduction after "
+                    f"{made.first_seconds:.1f} s."
+                ]
+            ),
+            notes([f"Assumed: {sentence}" for sentence in made.assumed]),
+            Lines([f"Next: kvledger repro bisect {file}"] if file and tried.result == "fails" else []),
+        ],
+        plain=data,
+        code=code,
     )
 
 
-def _answer(made: Reproduction) -> Text:
+def _sentence(made: Reproduction) -> str:
     request = f" of request {printable(made.seen.request_id)}" if made.seen.request_id else ""
     if made.status == "reproduced":
-        cut = terminal.counted(made.requests_after, "request")
-        cut += f" and {terminal.counted(made.steps_after, 'step')}"
+        cut = f"{counted(made.requests_after, 'request')} and {counted(made.steps_after, 'step')}"
         early = " It was interrupted, so it may not be the smallest." if made.interrupted else ""
-        return Text.assemble(("Reproduced: ", "bold green"), f"{made.seen.id}{request}, with {cut}.{early}")
-    heading = "Not reproduced: " if made.status == "not reproduced" else "Refused: "
-    return Text.assemble((heading, "bold red"), f"{made.seen.id}{request}. {printable(made.reason)}")
+        return f"Reproduced: {made.seen.id}{request}, with {cut}.{early}"
+    heading = "Not reproduced" if made.status == "not reproduced" else "Refused"
+    return f"{heading}: {made.seen.id}{request}. {printable(made.reason)}"
 
 
-def _nearest(made: Reproduction) -> Text | None:
-    if made.nearest is None:
-        return None
-    return Text(f"The nearest that came back: {made.nearest.id}: {printable(made.nearest.message)}")
-
-
-def _written(made: Reproduction, tried: Run, file: str, issue: Path | None) -> Group:
+def _written(made: Reproduction, tried: Run, file: str, issue: Path | None) -> Iterator[str]:
     assert made.check is not None
-    lines = [Text(f"{made.check.says}: {tried.figure}, right: {made.check.right}")]
+    yield f"{made.check.says}: {tried.figure}, right: {made.check.right}"
     where = f"{file or 'The test'} "
     if tried.result == "fails":
-        lines.append(Text(f"{where}fails on vLLM {made.release}, as it should."))
+        yield f"{where}fails on vLLM {made.release}, as it should."
     elif tried.result == "passes":
         words = "passes: the finding came back under kvledger's driver, but not in the file."
-        lines = [Text(where + words, style="red")]
+        yield Words(where + words, BAD)
     else:
-        lines = [Text(f"{where}can't run here: {printable(tried.figure)}", style="red")]
+        yield Words(f"{where}can't run here: {printable(tried.figure)}", BAD)
     if issue is not None:
-        lines.append(Text(f"{issue} is the bug report, with the test."))
-    return Group(*lines)
-
-
-def _table(made: Reproduction) -> Table:
-    table = terminal.figures_table("", "requests", "steps")
-    journal = "in the journal" if made.whole else "in the part of the journal that was read"
-    table.add_row(journal, f"{made.requests_before:,}", f"{made.steps_before:,}")
-    table.add_row("in the test", f"{made.requests_after:,}", f"{made.steps_after:,}")
-    return table
+        yield f"{issue} is the bug report, with the test."
 
 
 def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> dict[str, Any]:
@@ -219,16 +222,62 @@ def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | N
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int, int], None] | None]:
     """A bar on a terminal; elsewhere nothing is printed."""
-    out = terminal.console(stderr=True)
-    if not out.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("reading the journal", total=None)
+    with share_progress("reading the journal", known=False) as bar:
 
         def move(phase: str, done: int, requests: int, steps: int) -> None:
             best = f", best: {requests} requests, {steps} steps" if requests else ""
-            bar.update(task, description=f"{phase}, {done:,}{best}")
+            bar(f"{phase}, {done:,}{best}", 0.0)
 
         yield move
+
+
+# --- bisect ---------------------------------------------------------------------------------------------
+
+
+def bisect(file: Path, releases: str, interpreters: Sequence[str], jobs: int) -> Answer:
+    """Run the file over the given interpreters, or over the environments of this checkout."""
+    environments = bisection.given(interpreters) if interpreters else bisection.built(file, releases)
+    if not console(stderr=True).is_terminal:
+        return answer_of_bisection(bisection.bisect(file, environments, jobs=jobs))
+    with progress("running the test", "releases") as move:
+        move(0, len(environments))
+        return answer_of_bisection(bisection.bisect(file, environments, jobs=jobs, progress=move))
+
+
+def answer_of_bisection(found: Bisection) -> Answer:
+    """Where a fault begins and ends, then a line per release, oldest first."""
+    return Answer(
+        found,
+        [bounds(found)],
+        [Table(found.runs, "release | result | seconds:.1f | the engine's figure, or the error=figure")],
+        plain=lambda: {
+            "file": found.file,
+            "first_bad": found.first_bad or None,
+            "last_bad": found.last_bad or None,
+            "first_good": found.first_good or None,
+            "releases": [
+                {
+                    "release": run.release,
+                    "result": run.result,
+                    "figure": run.figure,
+                    "seconds": round(run.seconds, 3),
+                }
+                for run in found.runs
+            ],
+        },
+        code=0 if found.first_bad else 1,
+    )
+
+
+def bounds(found: Bisection) -> str:
+    """First bad, last bad and first good release, in one sentence."""
+    first, last = found.first_bad, found.last_bad
+    if not first:
+        ran = sum(run.result == "passes" for run in found.runs)
+        return f"{found.file} fails in none of {counted(len(found.runs), 'release')} and passes in {ran}."
+    bad = f"First bad {first}, last bad {last}" if first != last else f"Bad in {first} only"
+    if found.first_good:
+        return f"{bad}, first good {found.first_good}."
+    if last == found.runs[-1].release:
+        return f"{bad}, which is the newest release tried."
+    return f"{bad}, no later release passes."

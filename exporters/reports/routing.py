@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.replay.recorded_events import routing
-from ..csv_cells import csv_of
-from . import terminal
+from ..answer import DIM, DOUBT, Answer, Lines, Records, Sum, Table, Words, counted
 
 SHOWN = 20
 """Requests that differ and are printed without ``-v``."""
@@ -67,69 +63,55 @@ def _by_tokens(contents: Mapping[int, int]) -> Index:
     return TokensIndex(contents)
 
 
-def render(result: Routing, *, verbose: bool = False) -> Group:
-    """The sums, the causes, then the requests that differ."""
+def answer(result: Routing, *, verbose: bool = False) -> Answer:
+    """The sums, the causes, then the requests that differ. CSV has causes as ``cause=tokens``."""
+    predicted, found = _sum(result, "predicted"), _sum(result, "found")
     differ = [row for row in result.rows if row.missed or row.surplus]
     shown = differ if verbose else differ[:SHOWN]
-    left = len(differ) - len(shown)
-    return terminal.blocks(
-        Group(*_head(result, differ)),
-        _causes(result),
-        _requests(result, shown) if shown else None,
-        Text(f"{left} more; -v prints them.", style="dim") if left else None,
-    )
-
-
-def _head(result: Routing, differ: Sequence[Row]) -> Iterator[Text]:
-    predicted, found = _sum(result, "predicted"), _sum(result, "found")
-    requests = terminal.counted(len(result.rows), "request")
-    yield Text(
-        f"{requests} on {terminal.counted(len(result.engines), 'engine')}: {predicted:,} tokens predicted, "
-        f"{found:,} found; {len(differ):,} requests differ."
-    )
+    requests, engines = counted(len(result.rows), "request"), counted(len(result.engines), "engine")
+    figures = f"{predicted:,} tokens predicted, {found:,} found"
+    sentences = [f"{requests} on {engines}: {figures}; {len(differ):,} requests differ."]
     if result.gaps:
-        yield Text(f"{terminal.counted(result.gaps, 'gap')} in the KV events.", style="yellow")
+        sentences.append(Words(f"{counted(result.gaps, 'gap')} in the KV events.", DOUBT))
     if result.left_out:
-        left_out = terminal.counted(result.left_out, "request")
-        yield Text(f"{left_out} left out: without an admission in the journals, or without a prediction.")
+        left_out = counted(result.left_out, "request")
+        sentences.append(
+            f"{left_out} left out: without an admission in the journals, or without a prediction."
+        )
+    causes: list[tuple[object, ...]] = []
+    for (side, cause), (many, tokens) in sorted(result.causes().items(), key=lambda row: -row[1][1]):
+        words, sign = (MISSED, 1) if side == "missed" else (SURPLUS, -1)
+        causes.append((words[cause], many, sign * tokens, cause))
+    causes.append(Sum(("predicted less found", "", predicted - found, "sum")))
+    left = Words(f"{len(differ) - len(shown)} more; -v prints them.", DIM)
+    return Answer(
+        result,
+        sentences,
+        [
+            Table(causes, " | requests | tokens | cause"),
+            Table(list(map(_shown, shown)), "request | engine | prompt | predicted | there | found | causes"),
+            Lines([left] if len(differ) > len(shown) else []),
+        ],
+        Records(COLUMNS, map(_record, result.rows)),
+        lambda: data(result),
+    )
 
 
 def _sum(result: Routing, name: str) -> int:
     return sum(getattr(row, name) for row in result.rows)
 
 
-def _causes(result: Routing) -> Table:
-    table = terminal.plain_table(header=True)
-    for name in ("requests", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cause", no_wrap=True)
-    table.add_column("")
-    for (side, cause), (requests, tokens) in sorted(result.causes().items(), key=lambda row: -row[1][1]):
-        words, sign = (MISSED, "") if side == "missed" else (SURPLUS, "-")
-        table.add_row(f"{requests:,}", f"{sign}{tokens:,}", cause, words[cause])
-    difference = _sum(result, "predicted") - _sum(result, "found")
-    table.add_row("", f"{difference:,}", "sum", "predicted less found")
-    return table
+def _shown(row: Row) -> tuple[object, ...]:
+    causes = [f"{tokens:,} {cause}" for cause, tokens in row.missed.items()]
+    causes += [f"-{tokens:,} {cause}" for cause, tokens in row.surplus.items()]
+    figures = (row.request.prompt_tokens, row.predicted, row.predicted_here, row.found)
+    return (row.request.request_id, row.request.engine + 1, *figures, ", ".join(causes))
 
 
-def _requests(result: Routing, rows: Sequence[Row]) -> Table:
-    table = terminal.plain_table(header=True)
-    for name in ("request", "engine"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prompt", "predicted", "there", "found"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("causes")
-    for row in rows:
-        causes = [f"{tokens:,} {cause}" for cause, tokens in row.missed.items()]
-        causes += [f"-{tokens:,} {cause}" for cause, tokens in row.surplus.items()]
-        figures = (row.request.prompt_tokens, row.predicted, row.predicted_here, row.found)
-        table.add_row(
-            row.request.request_id,
-            str(row.request.engine + 1),
-            *(f"{figure:,}" for figure in figures),
-            ", ".join(causes),
-        )
-    return table
+def _record(row: Row) -> list[object]:
+    plain = _plain(row)
+    causes = [";".join(f"{cause}={n}" for cause, n in plain[name].items()) for name in COLUMNS[-2:]]
+    return [*(plain[name] for name in COLUMNS[:-2]), *causes]
 
 
 def data(result: Routing) -> dict[str, Any]:
@@ -161,13 +143,3 @@ def _plain(row: Row) -> dict[str, Any]:
         "missed": row.missed,
         "surplus": row.surplus,
     }
-
-
-def as_csv(result: Routing) -> str:
-    """One line per request; causes as ``cause=tokens``, separated by semicolons."""
-    lines = []
-    for row in result.rows:
-        plain = _plain(row)
-        causes = [";".join(f"{cause}={n}" for cause, n in plain[name].items()) for name in COLUMNS[-2:]]
-        lines.append([*(plain[name] for name in COLUMNS[:-2]), *causes])
-    return csv_of(COLUMNS, lines)

@@ -1,4 +1,4 @@
-"""What `kvledger simulate` does: recorded traffic on other releases and configurations, and the table of it.
+"""What `kvledger simulate` does: recorded traffic on other releases and configurations, and its tables.
 
 The simulation itself is in ``audit/simulate``.
 """
@@ -6,15 +6,11 @@ The simulation itself is in ``audit/simulate``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from rich.console import Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
@@ -38,15 +34,26 @@ from ...audit.simulate.study import (
     recording,
 )
 from ...audit.text import printable
-from ..csv_cells import csv_of
-from . import terminal
-from .first_token import FirstTokens, later_tokens_sentence, shown
+from .. import writers
+from ..answer import (
+    BAD,
+    STRONG,
+    Answer,
+    Bars,
+    Lines,
+    Table,
+    Words,
+    milliseconds,
+    notes,
+    percent,
+    records,
+    signed,
+)
+from ..terminal import share_progress
+from .first_token import FirstTokens, later_tokens_sentence
 
 CAUSES = ("local", "external", "computed", "unattained", "rework", "overrun", "rejected")
 """Figures of tokens whose differences are printed."""
-
-NONE = "none"
-"""Stands for the time of a token that no request had."""
 
 
 class Simulated(msgspec.Struct, kw_only=True):
@@ -106,7 +113,7 @@ def run(
     changes = [of.parsed(word) for word in settings]
     variants = _variants(releases, changes, rate)
     environments = Environments(pythons)
-    with progress() as stage:
+    with share_progress("reading the journal") as stage:
         if len(paths) == 1 and is_request_trace(paths[0]):
             if window.bounded:
                 raise LedgerError("a request trace has no times for --since and --until")
@@ -201,100 +208,76 @@ def _studied(
     return result
 
 
-# --- what is printed ------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-class Cells(NamedTuple):
-    """A table as text: its title, the heads of its columns, the first of which is empty, and its rows."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-def render(one: Simulated) -> Group:
-    """The answer and whether it is trusted, then the tables, then what differs."""
-    *figures, differences = tables(one)
-    return terminal.blocks(
-        Group(*answer(one)),
-        None if one.calibration is None else _table(_calibration_cells(one.calibration)),
-        *map(_table, figures),
-        terminal.notes(list(remarks(one))),
-        _causes(one),
-        _table(differences),
+def answer(one: Simulated) -> Answer:
+    """What was found and whether it is trusted, then the tables, then what differs; charts for a page."""
+    differences = () if one.calibration is None else one.calibration.differences
+    names = {} if one.calibration is None else one.calibration.names
+    return Answer(
+        one,
+        list(_sentences(one)),
+        [
+            Table(
+                [
+                    (
+                        printable(names.get(row.request, str(row.request))),
+                        row.figure,
+                        row.recorded,
+                        row.simulated,
+                    )
+                    for row in differences
+                ],
+                "request | figure | recorded | simulated",
+            ),
+            *_charts(one),
+            _tokens(one),
+            _times(one),
+            notes(_remarks(one)),
+            _causes(one),
+            _differences(one),
+        ],
+        records(Outcome, one.outcomes, "totals"),
+        code=one.code,
     )
 
 
-def _table(cells: Cells) -> Table | None:
-    """The table on a terminal; None if it has no row. A title stands over the first column."""
-    if not cells.rows:
-        return None
-    table = terminal.figures_table(*cells.columns)
-    for row in cells.rows:
-        table.add_row(*row)
-    return table
+def html(one: Simulated) -> str:
+    """The answer as a page."""
+    heading = f"The same traffic on other configurations, recorded on {one.engine}"
+    return writers.page(answer(one), heading, "simulated traffic")
 
 
-def tables(one: Simulated) -> list[Cells]:
-    """What cache and scheduler did, how long it took, and how the tokens differ from the recorded ones."""
-    return [_token_cells(one), _time_cells(one), _difference_cells(one)]
-
-
-def answer(one: Simulated) -> list[Text]:
-    """Whether the simulation is calibrated, whether it trusts itself, and what was found."""
-    found = one.calibration
-    lines = [] if found is None else _calibrated(found)
-    if one.goal:
-        lines.append(Text(_found(one), style="bold"))
+def _sentences(one: Simulated) -> Iterator[str]:
+    """What was found, whether the simulation is calibrated, and whether it trusts itself."""
+    if one.goal and one.found is None:
+        yield f"No value of {one.setting} that was tried meets {one.goal}."
+    elif one.goal:
+        yield f"{one.setting}={one.found:,} is the smallest value that meets {one.goal}, to 1 %."
+    if one.calibration is not None:
+        yield from _calibrated(one.calibration)
     if one.interrupted:
-        lines.append(Text("Interrupted: the configurations that had not ended are missing.", style="red"))
-    return lines
+        yield Words("Interrupted: the configurations that had not ended are missing.", BAD)
 
 
-def _calibrated(found: Calibration) -> list[Text]:
+def _calibrated(found: Calibration) -> Iterator[str]:
     if found.exact:
-        words = (
-            f"By step the recording comes out to the token: {found.requests:,} requests, "
+        yield (
+            f"Calibrated. By step the recording comes out to the token: {found.requests:,} requests, "
             f"{found.steps:,} steps on vLLM {found.release}."
         )
-        head = Text.assemble(("Calibrated. ", "bold green"), words)
     else:
-        words = (
-            f"By step {found.differing:,} of {found.requests:,} requests differ from the recording; "
-            f"{found.simulated_steps:,} steps in place of {found.steps:,}."
+        yield (
+            f"Not calibrated. By step {found.differing:,} of {found.requests:,} requests differ from the "
+            f"recording; {found.simulated_steps:,} steps in place of {found.steps:,}."
         )
-        head = Text.assemble(("Not calibrated. ", "bold red"), words)
-    lines = [head]
     if found.by_time_points is not None:
-        lines.append(
-            Text(
-                f"By time {found.differing_by_time or 0:,} requests differ, and the hits by "
-                f"{found.by_time_points:+.2f} points."
-            )
-        )
+        differing, points = found.differing_by_time or 0, found.by_time_points
+        yield f"By time {differing:,} requests differ, and the hits by {points:+.2f} points."
     if found.doubts:
-        lines.append(Text("The simulation does not trust itself:", style="red"))
-        lines += [Text(f"  {printable(doubt)}") for doubt in found.doubts]
-    return lines
-
-
-def _found(one: Simulated) -> str:
-    if one.found is None:
-        return f"No value of {one.setting} that was tried meets {one.goal}."
-    return f"{one.setting}={one.found:,} is the smallest value that meets {one.goal}, to 1 %."
-
-
-def _calibration_cells(found: Calibration) -> Cells:
-    rows = [
-        (
-            printable(found.names.get(each.request, str(each.request))),
-            each.figure,
-            str(each.recorded),
-            str(each.simulated),
-        )
-        for each in found.differences
-    ]
-    return Cells("", ("request", "figure", "recorded", "simulated"), rows)
+        yield Words("The simulation does not trust itself:", BAD)
+        yield from (f"  {printable(doubt)}" for doubt in found.doubts)
 
 
 def named(outcome: Outcome) -> str:
@@ -302,108 +285,95 @@ def named(outcome: Outcome) -> str:
     return printable(outcome.name) + (" (saturated)" if outcome.saturated else "")
 
 
-def _token_cells(one: Simulated) -> Cells:
+def _tokens(one: Simulated) -> Table:
     """What the cache and the scheduler did."""
     releases = len({outcome.release for outcome in one.outcomes}) > 1
-    columns = ("vLLM",) if releases else ()
+    figures = attrgetter("hit_share", "external_share", "rework_tokens", "preemptions", "steps")
     rows = [
-        (
-            named(each),
-            *((printable(each.release),) if releases else ()),
-            terminal.percent(each.hit_share),
-            terminal.percent(each.external_share),
-            f"{each.rework_tokens:,}",
-            f"{each.preemptions:,}",
-            f"{each.steps:,}",
-        )
+        (named(each), *((printable(each.release),) if releases else ()), *figures(each))
         for each in one.outcomes
     ]
-    return Cells("Tokens", ("", *columns, "hits", "external", "rework", "preempted", "steps"), rows)
+    release = "vLLM | " if releases else ""
+    return Table(rows, f" | {release}hits:% | external:% | rework | preempted | steps", "Tokens")
 
 
-def _time_cells(one: Simulated) -> Cells:
+def _times(one: Simulated) -> Table:
     """How long it took, of the configurations for which that is known."""
     rows = []
     for each in one.outcomes:
         if each.engine_seconds is None or each.load is None:
             continue
         times = (each.first_token_p50, each.first_token_p95, each.token_p50, each.token_p95, each.queued_p95)
-        texts = (NONE if value is None else shown(1e3 * value) for value in times)
-        rows.append((named(each), f"{each.engine_seconds:,.1f}", terminal.percent(each.load), *texts))
-    first = ("first token p50", "p95", "per token p50", "p95", "queued p95")
-    return Cells("Times", ("", "engine s", "load", *first), rows)
+        shown = (None if value is None else 1e3 * value for value in times)
+        rows.append((named(each), each.engine_seconds, each.load, *shown))
+    columns = "first token p50:ms | p95:ms | per token p50:ms | p95:ms | queued p95:ms"
+    return Table(rows, f" | engine s:,.1f | load:% | {columns}", "Times")
 
 
-def remarks(one: Simulated) -> Iterator[str]:
+def _charts(one: Simulated) -> Iterator[Bars]:
+    """A chart for each figure that is known of any configuration and not 0 in all."""
+    for title, legend, name, text in CHARTS:
+        values = [(named(each), getattr(each, name)) for each in one.outcomes]
+        rows = [(called, value, text(value)) for called, value in values if value is not None]
+        if any(value for _, value, _ in rows):
+            yield Bars(rows, title, legend)
+
+
+CHARTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("Local hits", "Share of prompt tokens.", "hit_share", percent),
+    ("Preemptions", "Of running requests.", "preemptions", "{:,.0f}".format),
+    ("Time to first token", "95th percentile.", "first_token_p95", lambda one: milliseconds(1e3 * one)),
+    ("Engine seconds", "In which a step ran.", "engine_seconds", "{:,.1f} s".format),
+)
+"""Title, legend, figure and how it is written."""
+
+
+def _remarks(one: Simulated) -> Iterator[str]:
     """What is to be known of the tables."""
     if one.calibration is None:
         assumed = ", ".join(f"{name}={value}" for name, value in ASSUMED.items())
         yield f"Of a request trace no settings are known: {assumed}, where --set does not say otherwise."
-    if one.calibration is None and one.refused:
-        yield (
-            f"Seconds are unknown: {one.refused}. Each request ends before the next one comes; --steps-of "
-            "takes the step times of a journal."
-        )
-    elif one.refused:
-        yield (
-            f"Seconds are unknown: {one.refused}. Steps take what the refused model says, "
-            "which only orders the "
-            "requests."
-        )
-    saturated = [each.name for each in one.outcomes if each.saturated]
+    if one.refused:
+        steps = "Steps take what the refused model says, which only orders the requests."
+        if one.calibration is None:
+            steps = (
+                "Each request ends before the next one comes; --steps-of takes the step times of a journal."
+            )
+        yield f"Seconds are unknown: {one.refused}. {steps}"
+    saturated = [printable(each.name) for each in one.outcomes if each.saturated]
     if saturated:
         yield (
-            f"Saturated: in {', '.join(map(printable, saturated))} more and more requests "
-            "wait, so waiting times "
-            "depend on how long the traffic lasts."
+            f"Saturated: in {', '.join(saturated)} more and more requests wait, so waiting times depend on "
+            "how long the traffic lasts."
         )
     for each in one.outcomes:
         if each.error:
             yield f"{printable(each.name)} ended early: {printable(each.error)}"
 
 
-def _causes(one: Simulated) -> Group | None:
+def _causes(one: Simulated) -> Lines:
     """First token and time per token by cause, of each configuration."""
-    lines = []
+    lines = list[str]()
     for each in one.outcomes:
         if each.engine_seconds is None or not each.totals.first_tokens:
             continue
         figures = {name: getattr(each.totals, name) for name in BY_NAME}
-        lines.append(Text(printable(each.name), style="bold"))
-        lines.append(Text(f"  {FirstTokens.of(figures).sentence()}"))
-        later = {
-            name.removesuffix("_microseconds"): figures[name]
-            for name in parts_of("later_tokens_microseconds")
-        }
-        lines.append(Text(f"  {later_tokens_sentence(later, figures['later_tokens'])}"))
-    return Group(*lines) if lines else None
+        names = parts_of("later_tokens_microseconds")
+        later = {name.removesuffix("_microseconds"): figures[name] for name in names}
+        lines += [
+            Words(printable(each.name), STRONG),
+            f"  {FirstTokens.of(figures).sentence()}",
+            f"  {later_tokens_sentence(later, figures['later_tokens'])}",
+        ]
+    return Lines(lines, "First token and time per token by cause")
 
 
-def _difference_cells(one: Simulated) -> Cells:
+def _differences(one: Simulated) -> Table:
     """How many more tokens each configuration has than the recorded one as simulated, by what they were."""
     base = next((each for each in one.outcomes if each.name == BY_TIME), None)
     rows = [
-        (printable(each.name), *(f"{each.totals.of(name) - base.totals.of(name):+,}" for name in CAUSES))
+        (printable(each.name), *(signed(each.totals.of(name) - base.totals.of(name)) for name in CAUSES))
         for each in one.outcomes
         if base is not None and each.name not in (BY_TIME, RECORDED)
     ]
-    return Cells("Tokens more than as recorded", ("tokens more than as recorded", *CAUSES), rows)
-
-
-def as_csv(one: Simulated) -> str:
-    """One line per configuration: all that is no table."""
-    names = [name for name in Outcome.__struct_fields__ if name != "totals"]
-    return csv_of(names, ([getattr(each, name) for name in names] for each in one.outcomes))
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal; elsewhere nothing is printed."""
-    out = terminal.console(stderr=True)
-    if not out.is_terminal:
-        yield lambda words, share: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("reading the journal", total=1.0)
-        yield lambda words, share: bar.update(task, description=words, completed=share)
+    return Table(rows, ["", *CAUSES], "Tokens more than as recorded")

@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.causes import FIRST_TOKEN, OUTPUT_TIME, QUEUE
 from ...audit.figures.declared import FIGURES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import csv_of
+from ..answer import DOUBT, Answer, Records, Sum, Table, Words, counted, listed, part_of, share
 from . import costs as cost
-from .audit_data import share
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
 from .costs import CostReport
 from .first_token import FirstTokens, later_tokens_sentence, queued_sentence
-from .terminal import blocks, bullets, counted, figures_table, listed, part_of, percent
 
 if TYPE_CHECKING:
     from ..facts.sums import GroupSums
@@ -141,40 +137,36 @@ def summarize(
     return [*rows, total]
 
 
-COLUMNS = ("requests", "prompt", "local", "external", "rework", "preempted", "waited, s")
-"""The columns of the table, after the group's name."""
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def cells(row: SummaryRow) -> tuple[str, ...]:
-    """The figures of a group, for :data:`COLUMNS`."""
-    return (
-        f"{row.requests:,}",
-        f"{row.prompt_tokens:,}",
-        "" if row.local_share is None else percent(row.local_share),
-        "" if row.external_share is None else percent(row.external_share),
-        "" if row.rework_share is None else percent(row.rework_share),
-        f"{row.preemptions:,}",
-        f"{row.wait_seconds:,.1f}",
-    )
-
-
-def render(rows: Sequence[SummaryRow]) -> Group:
+def answer(rows: Sequence[SummaryRow]) -> Answer:
     """All requests in a sentence, then a table with a row per group."""
-    shown = percentile_names(rows[-1])
-    table = figures_table("", *COLUMNS, *shown)
-    for row in rows:
-        total = row.group == ALL and len(rows) > 1
-        if total:
-            table.add_section()
-        more = ("-" if value is None else f"{value:,}" for value in _percentiles(row))
-        table.add_row(Text(row.group, style="bold" if total else ""), *cells(row), *more)
-    costs = rows[-1].costs
-    first, *rest = _answer(rows[-1])
-    return blocks(
-        Group(first, *bullets(rows[-1].conclusions), *rest),
-        table if rows[-1].requests else None,
-        None if costs is None else cost.render(costs),
+    everything = rows[-1]
+    first, *rest = _sentences(everything)
+    lost = [] if everything.costs is None else cost.parts(everything.costs)
+    return Answer(
+        rows,
+        [first, *(f"- {each}" for each in everything.conclusions), *rest],
+        [table(rows if everything.requests else ()), *lost],
+        _records(rows),
     )
+
+
+def table(rows: Sequence[SummaryRow]) -> Table:
+    """A row for each group, and those of all requests below it."""
+    shown = "".join(f" | {name}" for row in rows[-1:] for name in percentile_names(row))
+    cells = [
+        (
+            *(row.group, row.requests, row.prompt_tokens, row.local_share, row.external_share),
+            *(row.rework_share, row.preemptions, row.wait_seconds, *_percentiles(row)),
+        )
+        for row in rows
+    ]
+    if len(rows) > 1 and rows[-1].group == ALL:
+        cells[-1] = Sum(cells[-1])
+    columns = " | requests | prompt | local:% | external:% | rework:% | preempted | waited, s:,.1f"
+    return Table(cells, columns + shown)
 
 
 def percentile_names(row: SummaryRow) -> list[str]:
@@ -191,48 +183,41 @@ def _spent(row: SummaryRow, names: Iterable[str]) -> dict[str, int]:
     return {cause: getattr(row, f"{cause}_microseconds") for cause in names}
 
 
-def _answer(row: SummaryRow) -> Iterator[Text]:
+def _sentences(row: SummaryRow) -> Iterator[str]:
     requests, preemptions = counted(row.requests, "request"), counted(row.preemptions, "preemption")
-    yield Text(f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting.")
+    yield f"{requests}, {preemptions}, {row.wait_seconds:,.1f} s spent waiting."
     if row.first_tokens:
-        yield Text(FirstTokens(_spent(row, FIRST_TOKEN), row.first_tokens).sentence())
+        yield FirstTokens(_spent(row, FIRST_TOKEN), row.first_tokens).sentence()
     if row.queued_microseconds:
-        yield Text(queued_sentence(_spent(row, QUEUE), row.first_tokens))
+        yield queued_sentence(_spent(row, QUEUE), row.first_tokens)
     if row.later_tokens:
-        yield Text(later_tokens_sentence(_spent(row, OUTPUT_TIME), row.later_tokens))
+        yield later_tokens_sentence(_spent(row, OUTPUT_TIME), row.later_tokens)
     if row.prompt_tokens:
-        hits = [
-            part_of(tokens, row.prompt_tokens, name)
-            for name, tokens in (("local", row.local), ("external", row.external))
-        ]
-        yield Text(f"Prefix-cache hits: {listed(hits)} of {counted(row.prompt_tokens, 'prompt token')}.")
+        hits = [part_of(getattr(row, name), row.prompt_tokens, name) for name in ("local", "external")]
+        yield f"Prefix-cache hits: {listed(hits)} of {counted(row.prompt_tokens, 'prompt token')}."
     if row.scheduled:
         rework = part_of(row.rework, row.scheduled, "rework")
-        yield Text(f"Work: {counted(row.scheduled, 'scheduled token')}, {rework}.")
+        yield f"Work: {counted(row.scheduled, 'scheduled token')}, {rework}."
     if row.unknown:
         unknown = counted(row.unknown, "request")
-        yield Text(
-            f"{unknown} unknown: events are missing, so only requests and preempted include them.",
-            style="yellow",
-        )
-
-
-def as_csv(rows: Sequence[SummaryRow]) -> str:
-    """All figures, with a header; an empty cell for what is not known. Costs are totals of the group."""
-    names = [
-        field.name
-        for field in msgspec.structs.fields(SummaryRow)
-        if field.name not in ("percentiles", "costs", "conclusions")
-    ]
-    columns = [*names, *percentile_names(rows[-1]), *(COST_COLUMNS if rows[-1].costs else ())]
-    return csv_of(
-        columns,
-        ([getattr(row, name) for name in names] + [*_percentiles(row), *_cost_cells(row)] for row in rows),
-    )
+        words = f"{unknown} unknown: events are missing, so only requests and preempted include them."
+        yield Words(words, DOUBT)
 
 
 COST_COLUMNS = ("engine_seconds", "lost_seconds", "lost_share", "money")
 
 
-def _cost_cells(row: SummaryRow) -> list[object]:
-    return [getattr(row.costs, name) for name in COST_COLUMNS] if row.costs else []
+def _records(rows: Sequence[SummaryRow]) -> Records:
+    """All figures; an empty cell for what is not known. Costs are totals of the group."""
+    left_out = ("percentiles", "costs", "conclusions")
+    names = [name for name in SummaryRow.__struct_fields__ if name not in left_out]
+    columns = [*names, *percentile_names(rows[-1]), *(COST_COLUMNS if rows[-1].costs else ())]
+    values = (
+        [
+            *(getattr(row, name) for name in names),
+            *_percentiles(row),
+            *(getattr(row.costs, name) for name in (COST_COLUMNS if row.costs else ())),
+        ]
+        for row in rows
+    )
+    return Records(columns, values)

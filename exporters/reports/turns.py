@@ -1,4 +1,4 @@
-"""Turns of sessions: how much each reused of the turn before, and why not more, as text, data or CSV."""
+"""Turns of sessions: how much each reused of the turn before, and why not more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit import causes
 from ...audit.analysis.costs import total
@@ -20,10 +18,8 @@ from ...audit.replay.block_traces import block_turns, is_request_trace, priced, 
 from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
 from ...audit.text import utc
-from ..csv_cells import csv_of
+from ..answer import Answer, Lines, Records, Table, counted, decimal, made, notes, percent, share
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .audit_data import share
-from .terminal import blocks, bullets, counted, decimal, figures_table, notes, percent, title
 
 if TYPE_CHECKING:
     from ..facts.tables import Facts
@@ -71,6 +67,13 @@ class TurnNumbers(msgspec.Struct, frozen=True, kw_only=True):
     reusable: int
     reused: int
 
+    @property
+    def name(self) -> str:
+        """``2``, ``6 to 10``, ``later``."""
+        return (
+            f"{self.first}{f' to {self.last}' if self.last != self.first else ''}" if self.last else "later"
+        )
+
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """One session. ``lost`` is by cause; ``engines``: on how many engines it ran.
@@ -89,6 +92,11 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     lost_seconds: float | None
     lost: dict[str, int]
 
+    @property
+    def cause(self) -> str:
+        """The most frequent cause of what was lost."""
+        return next(iter(self.lost))
+
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """What keeping the tokens of each turn for ``seconds``, or until the next turn, would save.
@@ -103,6 +111,11 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None
     held_tokens: int
     most_held_tokens: int
+
+    @property
+    def name(self) -> str:
+        """How long."""
+        return "pinned" if self.seconds is None else f"{self.seconds:,.0f} s"
 
 
 class Turns(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,15 +211,12 @@ def _summed(whole: list[Turn], most: int, doubts: list[str]) -> Turns:
     idle = sorted(turn.idle_seconds for turn in later if turn.idle_seconds is not None)
     gone = [turn for turn in later if _GONE & turn.lost.keys()]
     late = sorted(turn.idle_seconds for turn in gone if turn.idle_seconds is not None)
-    return Turns(
+    return made(
+        Turns,
+        sums,
         sessions=len(sessions),
         inferred_sessions=sum(not row.given for row in sessions),
         requests=len(whole),
-        turns=sums.turns,
-        prompt_tokens=sums.prompt_tokens,
-        hit=sums.hit,
-        reusable=sums.reusable,
-        reused=sums.reused,
         lost_seconds=total(turn.lost_seconds for turn in later),
         causes=rows,
         by_number=[row for row in (_numbered(later, *bounds) for bounds in NUMBERS) if row.turns],
@@ -270,28 +280,17 @@ def _retention(whole: Sequence[Turn], gone: Sequence[Turn]) -> list[Retention]:
 
 def _numbered(later: Sequence[Turn], first: int, last: int) -> TurnNumbers:
     sums = TurnCounts.of(turn for turn in later if first <= turn.number and (not last or turn.number <= last))
-    return TurnNumbers(
-        first=first,
-        last=last,
-        turns=sums.turns,
-        prompt_tokens=sums.prompt_tokens,
-        hit=sums.hit,
-        reusable=sums.reusable,
-        reused=sums.reused,
-    )
+    return made(TurnNumbers, sums, first=first, last=last)
 
 
 def _session(several: Sequence[Turn]) -> SessionRow:
     sums = TurnCounts.of(several)
-    return SessionRow(
+    return made(
+        SessionRow,
+        sums,
         session=several[0].session,
         given=several[0].given,
-        turns=sums.turns,
         engines=len({turn.journal for turn in several}),
-        prompt_tokens=sums.prompt_tokens,
-        hit=sums.hit,
-        reusable=sums.reusable,
-        lost_tokens=sums.lost_tokens,
         lost_seconds=total(turn.lost_seconds for turn in several),
         lost=dict(sorted(sums.lost.items(), key=lambda one: -one[1])),
     )
@@ -356,23 +355,32 @@ _ADVICE = {
 """One sentence for a cause, with its figures and what would help."""
 
 
-# --- for a person -----------------------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------------------
 
 
-def render(result: Turns) -> Group:
-    """The answer, what would help, and the tables."""
-    return blocks(
-        Text(answer(result)),
-        Group(*bullets(result.conclusions)) if result.conclusions else None,
-        _cause_table(result),
-        _number_table(result),
-        _retention_table(result),
-        _worst_table(result),
-        notes([f"{doubt[:1].upper()}{doubt[1:]}." for doubt in result.doubts]),
+def answer(result: Turns) -> Answer:
+    """What turns hit, what would help, and the tables."""
+    return Answer(
+        data=result,
+        sentences=[sentence(result), *(f"- {each}" for each in result.conclusions)],
+        parts=[*tables(result), _retention_table(result), _worst_table(result), notes(_doubts(result))],
+        records=_records(result),
+        plain=lambda: msgspec.structs.replace(result, each=[]),
     )
 
 
-def answer(result: Turns) -> str:
+def answer_of_session(result: Turns) -> Answer:
+    """The turns of one session, some lines each."""
+    lines = [line for turn in result.each for line in (*_sentences(turn), "")][:-1]
+    parts = [Lines(lines), notes(_doubts(result))]
+    return Answer(data=result, sentences=[sentence(result)], parts=parts, records=_records(result))
+
+
+def _doubts(result: Turns) -> Iterator[str]:
+    return (f"{doubt[:1].upper()}{doubt[1:]}." for doubt in result.doubts)
+
+
+def sentence(result: Turns) -> str:
     """What turns hit, in one or two sentences."""
     sessions = counted(result.sessions, "session")
     if result.inferred_sessions:
@@ -380,120 +388,63 @@ def answer(result: Turns) -> str:
     if not result.turns:
         return f"{counted(result.requests, 'request')} in {sessions}, and no turn follows another one."
     reused = "" if not result.reusable else f": {percent(result.reused / result.reusable)}"
+    took = ""
+    if result.lost_seconds:
+        took = f" Computing the others took about {_seconds(result.lost_seconds)} s of engine time."
     return (
         f"{sessions}, {counted(result.turns, 'turn')} that follow another one: they hit {result.hit:,} of "
         f"{result.prompt_tokens:,} prompt tokens ({percent(result.hit / result.prompt_tokens)}). Of "
-        f"{result.reusable:,} tokens that the turns before left they reused {result.reused:,}{reused}."
-        f"{_lost_time(result)}"
+        f"{result.reusable:,} tokens that the turns before left they reused {result.reused:,}{reused}.{took}"
     )
 
 
-def _lost_time(result: Turns) -> str:
-    """The engine time of lost tokens in a sentence; "" if it is not known, or nothing was lost."""
-    if not result.lost_seconds:
-        return ""
-    return f" Computing the others took about {_seconds(result.lost_seconds)} s of engine time."
-
-
-def _seconds(seconds: float | None) -> str:
-    """Seconds of engine time, an estimate; "" if they are not known."""
-    if seconds is None:
-        return ""
+def _seconds(seconds: float) -> str:
+    """Seconds of engine time, an estimate."""
     return f"{seconds:,.0f}" if seconds >= 1_000 else decimal(seconds, 3)
 
 
-CAUSE_HEADS = ("", "tokens", "of reusable", "turns")
-NUMBER_HEADS = ("turn", "turns", "prompt tokens", "hit", "of prompt", "reused of reusable")
+def tables(result: Turns) -> list[Table]:
+    """By cause and by turn number."""
+    reused = ("reused", result.reused, share(result.reused, result.reusable), result.turns)
+    columns = "=text | tokens | of reusable=share:% | turns"
+    several = result.by_number if len(result.by_number) > 1 else ()
+    return [
+        Table(
+            [reused, *result.causes] if result.turns else (),
+            columns,
+            "Tokens that turns could have reused",
+            LEGEND,
+        ),
+        Table(
+            several,
+            "turn=name | turns | prompt tokens | hit | of prompt=hit/prompt_tokens:% | "
+            "reused of reusable=reused/reusable:%",
+            "By turn number",
+        ),
+    ]
 
 
-def cause_cells(result: Turns) -> Iterator[tuple[str, ...]]:
-    """The rows of the table by cause."""
-    yield "reused", f"{result.reused:,}", _share(result.reused, result.reusable), f"{result.turns:,}"
-    for row in result.causes:
-        yield row.text, f"{row.tokens:,}", _share(row.tokens, result.reusable), f"{row.turns:,}"
-
-
-def _cause_table(result: Turns) -> Group | None:
-    if not result.turns:
-        return None
-    table = figures_table(*CAUSE_HEADS)
-    for cells in cause_cells(result):
-        table.add_row(*cells)
-    return Group(title("Tokens that turns could have reused", LEGEND), table)
-
-
-def _share(tokens: int, whole: int) -> str:
-    return percent(tokens / whole) if whole else ""
-
-
-def _number_table(result: Turns) -> Group | None:
-    if len(result.by_number) < 2:
-        return None
-    table = figures_table(*NUMBER_HEADS)
-    for cells in number_cells(result):
-        table.add_row(*cells)
-    return Group(title("By turn number"), table)
-
-
-def number_cells(result: Turns) -> Iterator[tuple[str, ...]]:
-    """The rows of the table by turn number."""
-    for row in result.by_number:
-        name = (
-            f"{row.first}" if row.first == row.last else f"{row.first} to {row.last}" if row.last else "later"
-        )
-        yield (
-            name,
-            f"{row.turns:,}",
-            f"{row.prompt_tokens:,}",
-            f"{row.hit:,}",
-            _share(row.hit, row.prompt_tokens),
-            _share(row.reused, row.reusable),
-        )
-
-
-def _retention_table(result: Turns) -> Group | None:
-    if not result.retention:
-        return None
-    table = figures_table("kept for", "tokens saved", "of evicted", "kept on average", "at one time")
-    for row in result.retention:
-        table.add_row(
-            "pinned" if row.seconds is None else f"{row.seconds:,.0f} s",
-            f"{row.tokens:,}",
-            "" if row.share is None else percent(row.share),
-            f"{row.held_tokens:,}",
-            f"{row.most_held_tokens:,}",
-        )
-    legend = (
+def _retention_table(result: Turns) -> Table:
+    return Table(
+        result.retention,
+        "kept for=name | tokens saved=tokens | of evicted=share:% | kept on average=held_tokens | "
+        "at one time=most_held_tokens",
+        "Longer retention",
         "Evicted tokens that would have been hit, had each turn been kept for this time after its end, and "
-        "the tokens that this keeps, at most. Pinned: until the session's next turn, or the end of the trace."
+        "the tokens that this keeps, at most. Pinned: until the session's next turn, or the trace's end.",
     )
-    return Group(title("Longer retention", legend), table)
 
 
-def _worst_table(result: Turns) -> Group | None:
-    if not result.worst:
-        return None
+def _worst_table(result: Turns) -> Table:
     known = any(row.lost_seconds is not None for row in result.worst)
-    seconds = ("seconds",) if known else ()
-    table = figures_table("session", "turns", "engines", "prompt tokens", "hit", "lost", *seconds, "most by")
-    for row in result.worst:
-        table.add_row(
-            row.session,
-            f"{row.turns:,}",
-            f"{row.engines:,}",
-            f"{row.prompt_tokens:,}",
-            f"{row.hit:,}",
-            f"{row.lost_tokens:,}",
-            *(_seconds(row.lost_seconds) for _ in seconds),
-            next(iter(row.lost)),
-        )
-    return Group(title("Sessions by lost tokens", SECONDS_LEGEND if known else ""), table)
-
-
-def render_session(result: Turns) -> Group:
-    """The turns of one session, a sentence each."""
-    lines = [Text(line) for turn in result.each for line in (*_sentences(turn), "")][:-1]
-    return blocks(Text(answer(result)), Group(*lines), notes(result.doubts))
+    seconds = "seconds=lost_seconds:,.4g | " if known else ""
+    return Table(
+        result.worst,
+        f"session | turns | engines | prompt tokens | hit | lost=lost_tokens | {seconds}"
+        "most frequent cause=cause",
+        "Sessions by lost tokens",
+        SECONDS_LEGEND if known else "",
+    )
 
 
 def _sentences(turn: Turn) -> Iterator[str]:
@@ -502,17 +453,14 @@ def _sentences(turn: Turn) -> Iterator[str]:
     if not turn.before:
         yield f"  hit {turn.hit:,} of {turn.prompt_tokens:,} prompt tokens; no turn before"
         return
+    took = f"; computing them took about {_seconds(turn.lost_seconds)} s" if turn.lost_seconds else ""
     idle = "" if turn.idle_seconds is None else f", {turn.idle_seconds:,.1f} s after it"
     yield (
         f"  hit {turn.hit:,} of {turn.prompt_tokens:,} prompt tokens; missed {turn.lost_tokens:,} of "
-        f"{turn.reusable:,} reusable tokens of {turn.before}{idle}{_took(turn)}"
+        f"{turn.reusable:,} reusable tokens of {turn.before}{idle}{took}"
     )
     for cause, tokens in sorted(turn.lost.items(), key=lambda one: -one[1]):
         yield f"    {tokens:,}: {causes.TURN_LOSSES[cause]}{_where(turn, cause)}"
-
-
-def _took(turn: Turn) -> str:
-    return f"; computing them took about {_seconds(turn.lost_seconds)} s" if turn.lost_seconds else ""
 
 
 def _where(turn: Turn, cause: str) -> str:
@@ -526,16 +474,11 @@ def _where(turn: Turn, cause: str) -> str:
     return ""
 
 
-def as_csv(result: Turns) -> str:
+def _records(result: Turns) -> Records:
     """One line per turn."""
     lost = tuple(causes.TURN_LOSSES)
     rows = (
         [*(getattr(turn, name) for name in COLUMNS), *(turn.lost.get(cause, 0) for cause in lost)]
         for turn in result.each
     )
-    return csv_of((*COLUMNS, *(f"lost_{cause}" for cause in lost)), rows)
-
-
-def data(result: Turns) -> Turns:
-    """For JSON: without the turns of all sessions."""
-    return msgspec.structs.replace(result, each=[])
+    return Records((*COLUMNS, *(f"lost_{cause}" for cause in lost)), rows)

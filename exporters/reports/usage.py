@@ -7,10 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from ...audit.analysis.calls import CallRequest
 from ...audit.analysis.usage import (
     EQUAL,
@@ -30,9 +26,8 @@ from ...audit.replay.journals import each_account
 from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import Window
 from ...audit.text import tenant_of
-from ..csv_cells import csv_of
+from ..answer import BAD, DIM, DOUBT, GOOD, Answer, Lines, Records, Table, Words, counted, signed
 from ..usage_logs import UsageLog
-from . import terminal
 
 SHOWN = 20
 """Calls that differ and are printed without ``-v``."""
@@ -84,34 +79,55 @@ def verdict(result: Usage) -> str:
     return "unknown" if verdicts & {UNKNOWN, UNTRACED} else "clean"
 
 
-def render(result: Usage, log: UsageLog, *, verbose: bool = False) -> Group:
+CODES = {"clean": 0, "violated": 1, "unknown": 3}
+
+
+def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
     """The sums by verdict and cause, tokens told and settled by tenant, then the calls that differ."""
     differ = [row for row in result.calls if row.verdict != EQUAL]
     shown = differ if verbose else differ[:SHOWN]
-    left = len(differ) - len(shown)
-    return terminal.blocks(
-        Group(*_head(result, log)),
-        _causes(result),
-        _differences(result),
-        _calls(shown) if shown else None,
-        Text(f"{left} more; -v prints them.", style="dim") if left else None,
+    left = Words(f"{len(differ) - len(shown)} more; -v prints them.", DIM)
+    told = [
+        (
+            *(row.tenant or None, _toned(row.cause), row.figure, row.told, row.settled),
+            *(signed(row.told - row.settled) or "0", of_a_call(row)),
+        )
+        for row in differences(result)
+    ]
+    return Answer(
+        result,
+        list(_sentences(result, log)),
+        [
+            Table(list(_causes(result)), "cause | calls | what the client was told"),
+            Table(told, "tenant | cause | figure | told | ledger | difference | of a call"),
+            Table(
+                list(map(_cells, shown)),
+                "call | verdict | cause | prompt told | ledger | cached told | ledger | output told | ledger",
+            ),
+            Lines([left] if len(differ) > len(shown) else []),
+        ],
+        Records(COLUMNS, map(_cells, result.calls)),
+        lambda: data(result, log),
+        CODES[verdict(result)],
     )
 
 
-def _head(result: Usage, log: UsageLog) -> Iterator[Text]:
+def _toned(cause: str) -> str:
+    return Words(cause, BAD) if cause.startswith(UNEXPLAINED) else cause
+
+
+def _sentences(result: Usage, log: UsageLog) -> Iterator[str]:
     counts = Counter(row.verdict for row in result.calls)
-    style = {"clean": "bold green", "violated": "bold red", "unknown": "bold yellow"}[verdict(result)]
-    calls = terminal.counted(len(result.calls), "call")
+    calls = counted(len(result.calls), "call")
     parts = ", ".join(f"{counts[each]:,} {each}" for each in VERDICTS if counts[each] or each in VERDICTS[:3])
-    yield Text(f"{calls} in the log: {parts}.", style=style)
+    tone = {"clean": GOOD, "violated": BAD, "unknown": DOUBT}[verdict(result)]
+    yield Words(f"{calls} in the log: {parts}.", tone)
     if result.unlogged:
         ends = Counter(_outcome(call) for call in result.unlogged)
         listed = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(ends.items()))
-        yield Text(
-            f"{terminal.counted(len(result.unlogged), 'call')} of the trace in no line of the log: {listed}."
-        )
+        yield f"{counted(len(result.unlogged), 'call')} of the trace in no line of the log: {listed}."
     if log.other_lines:
-        yield Text(f"{terminal.counted(log.other_lines, 'line')} of the log without usage or without an id.")
+        yield f"{counted(log.other_lines, 'line')} of the log without usage or without an id."
 
 
 def _outcome(call: Sequence[CallRequest]) -> str:
@@ -119,36 +135,12 @@ def _outcome(call: Sequence[CallRequest]) -> str:
     return "aborted" if "aborted" in outcomes else "/".join(sorted(outcomes))
 
 
-def _causes(result: Usage) -> Table | None:
+def _causes(result: Usage) -> Iterator[tuple[object, ...]]:
     counts = Counter(cause for row in result.calls for cause in row.causes)
-    if not counts:
-        return None
-    table = terminal.plain_table(header=True)
-    table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("cause", no_wrap=True)
-    table.add_column("what the client was told")
     for cause, count in counts.most_common():
         what, _, figure = cause.partition(" ")
         says = f"a {figure} figure that has no known cause" if what == UNEXPLAINED else SAYS[cause]
-        table.add_row(f"{count:,}", cause, says, style="red" if what == UNEXPLAINED else "")
-    return table
-
-
-def _differences(result: Usage) -> Table | None:
-    found = differences(result)
-    if not found:
-        return None
-    table = terminal.plain_table(header=True)
-    for name in ("tenant", "cause", "figure"):
-        table.add_column(name, no_wrap=True)
-    for name in ("told", "ledger", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of a call")
-    for row in found:
-        style = "red" if row.cause.startswith(UNEXPLAINED) else ""
-        figures = (f"{row.told:,}", f"{row.settled:,}", f"{row.told - row.settled:+,}", of_a_call(row))
-        table.add_row(row.tenant or "-", row.cause, row.figure, *figures, style=style)
-    return table
+        yield _toned(cause), count, says
 
 
 def of_a_call(row: Difference) -> str:
@@ -158,20 +150,6 @@ def of_a_call(row: Difference) -> str:
     if row.least == row.most:
         return f"{row.least:+,} in all {row.calls:,}"
     return f"{row.least:+,} to {row.most:+,} in {row.calls:,}"
-
-
-def _calls(rows: Sequence[Reconciled]) -> Table:
-    table = terminal.plain_table(header=True)
-    table.add_column("call", no_wrap=True)
-    for name in ("verdict", "cause"):
-        table.add_column(name)
-    for name in ("prompt", "cached", "output"):
-        table.add_column(f"{name} told", justify="right", no_wrap=True)
-        table.add_column("ledger", justify="right", no_wrap=True)
-    for row in rows:
-        call, verdict, causes, *figures = _cells(row)
-        table.add_row(call, verdict, causes, *("" if each is None else f"{each:,}" for each in figures))
-    return table
 
 
 def _cells(row: Reconciled) -> tuple[Any, ...]:
@@ -206,8 +184,3 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
             dict(zip(COLUMNS, _cells(row), strict=True)) | {"line": row.told.line} for row in result.calls
         ],
     }
-
-
-def as_csv(result: Usage) -> str:
-    """One line per line of the log."""
-    return csv_of(COLUMNS, (_cells(row) for row in result.calls))

@@ -10,7 +10,7 @@ from ...audit.causes import AGE_UNKNOWN
 from ...audit.events import DECLARED, DETECTED, LABELLED, POSSIBLE
 from ...audit.ledger.weights_postings import EQUAL
 from ...audit.replay.journals import Audit
-from .terminal import counted
+from ..answer import counted
 
 
 class WeightsData(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,15 +1,12 @@
-"""What-if reports: which hits another number of blocks would have had, as text, data or CSV."""
+"""Which hits another number of blocks would have had."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from ...audit.analysis.block_trace import BlockTrace
 from ...audit.analysis.whatif import TRUSTED_POINTS, Calibration, Options, SizePoint, WhatIf, what_if
@@ -17,12 +14,22 @@ from ...audit.errors import LedgerError
 from ...audit.replay.block_traces import block_trace, is_request_trace, request_trace
 from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import structs_csv
+from ..answer import (
+    DOUBT,
+    Answer,
+    Lines,
+    Part,
+    Sum,
+    Table,
+    Words,
+    bytes_text,
+    counted,
+    made,
+    notes,
+    records,
+    size,
+)
 from ..facts.kept_blocks import recorded_blocks, traces_at
-from .terminal import blocks, bytes_text, counted, figures_table, notes, percent, size, title
-
-BAR = 40
-"""Columns of the longest bar of the curve."""
 
 LEGEND = (
     "Local hits of first admissions as a share of their prompt tokens, if the pool had so many blocks. The "
@@ -99,22 +106,53 @@ def sizes(text: str) -> list[int]:
     return [size(word.strip()) for word in text.split(",") if word.strip()]
 
 
-# --- text -----------------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------------
 
 
-def render(report: WhatIfReport) -> Group:
-    """Each engine: the conclusion, the curve, the second tier."""
-    several = len(report.engines) > 1
-    return blocks(*(part for one in report.engines for part in _engine(one, named=several)))
+def answer(report: WhatIfReport) -> Answer:
+    """The conclusion, then each engine: the curve, the second tier."""
+    rows = [
+        made(CurveRow, point, engine=one.engine, present=_is_present(one, point))
+        for one in report.engines
+        for point in [*one.curve, one.ideal]
+    ]
+    if len(report.engines) == 1:
+        first, *parts = _engine(report.engines[0])
+        sentences = first.lines if isinstance(first, Lines) else ()
+    else:
+        sentences = [_most(report.engines)]
+        parts = [part for one in report.engines for part in _engine(one, one.engine)]
+    return Answer(report, sentences, parts, records(CurveRow, rows))
 
 
-def _engine(one: WhatIf, *, named: bool) -> Iterator[RenderableType | None]:
-    lines = [Text(one.engine, style="bold")] if named else []
-    lines.append(Text(one.sentence, style="bold"))
-    lines.append(Text(calibrated(one.calibration), style="" if one.calibration.trusted else "bold yellow"))
-    yield Group(*lines)
-    yield _curve(one)
-    yield _tiers(one)
+def _most(engines: Sequence[WhatIf]) -> str:
+    """Which of several engines would gain most, and what."""
+    gains = [(point.gained_points, one) for one in engines for point in [*one.curve, one.ideal] if one.blocks]
+    most, one = max(gains, key=lambda gain: gain[0], default=(0.0, engines[0]))
+    if most <= 0:
+        return f"More blocks would gain no hits on any of {counted(len(engines), 'engine')}."
+    return f"Of {len(engines)} engines, {one.engine} would gain most by more blocks: {one.sentence}"
+
+
+def _engine(one: WhatIf, name: str = "") -> Iterator[Part]:
+    trust = calibrated(one.calibration)
+    yield Lines([one.sentence, trust if one.calibration.trusted else Words(trust, DOUBT)], name)
+    curve = []
+    for point in [*one.curve, one.ideal]:
+        present = _is_present(one, point)
+        size = "no limit" if point.blocks is None else f"{point.blocks:,}{'  (present)' if present else ''}"
+        gained = f"{point.gained_points:+.1f}" if point.gained_points and one.blocks else ""
+        short = f"{point.short_blocks:,} blocks short" if point.short_blocks else ""
+        row = (size, point.hit_share, gained, point.hit_share, short)
+        curve.append(Sum(row) if present else row)
+    yield Table(curve, "blocks | hit rate:% | points | :bar | ", "Hit rate by number of blocks", LEGEND)
+    yield Table(
+        one.tiers,
+        "second tier=bytes:bytes | blocks | tokens=tier_tokens | of prompts=tier_share:%",
+        "Second tier",
+        f"Tokens that a second tier would have given beyond the local hits. One block is "
+        f"{bytes_text(one.block_bytes)}; every cached block is written to the tier.",
+    )
     yield notes([*_scheduler(one), *one.calibration.doubts])
 
 
@@ -137,40 +175,8 @@ def calibrated(calibration: Calibration) -> str:
     )
 
 
-def _curve(one: WhatIf) -> Group:
-    bar = "█" if (getattr(sys.stdout, "encoding", "") or "").lower().startswith("utf") else "#"
-    table = figures_table("blocks", "hit rate", "points")
-    table.add_column("")
-    for point in [*one.curve, one.ideal]:
-        name = "no limit" if point.blocks is None else f"{point.blocks:,}"
-        name += "  (present)" if _is_present(one, point) else ""
-        short = f"  {point.short_blocks:,} blocks short" if point.short_blocks else ""
-        table.add_row(
-            Text(name, style="bold" if _is_present(one, point) else ""),
-            percent(point.hit_share),
-            f"{point.gained_points:+.1f}" if point.gained_points and one.blocks else "",
-            Text(f"{bar * round(BAR * point.hit_share)}{short}"),
-        )
-    return Group(title("Hit rate by number of blocks", LEGEND), table)
-
-
 def _is_present(one: WhatIf, point: SizePoint) -> bool:
     return point.blocks is not None and point.blocks == one.blocks
-
-
-def _tiers(one: WhatIf) -> Group | None:
-    if not one.tiers:
-        return None
-    table = figures_table("second tier", "blocks", "tokens", "of prompts")
-    for tier in one.tiers:
-        table.add_row(
-            bytes_text(tier.bytes), f"{tier.blocks:,}", f"{tier.tier_tokens:,}", percent(tier.tier_share)
-        )
-    legend = (
-        f"Tokens that a second tier would have given beyond the local hits. One block is "
-        f"{bytes_text(one.block_bytes)}; every cached block is written to the tier."
-    )
-    return Group(title("Second tier", legend), table)
 
 
 def _scheduler(one: WhatIf) -> Iterator[str]:
@@ -183,17 +189,3 @@ def _scheduler(one: WhatIf) -> Iterator[str]:
             "it: kvledger simulate "
             f"JOURNAL --set num_gpu_blocks={size + 1} runs the scheduler too."
         )
-
-
-def as_csv(report: WhatIfReport) -> str:
-    """The curve, one line per size."""
-    rows = [
-        CurveRow(
-            engine=one.engine,
-            present=_is_present(one, point),
-            **{name: getattr(point, name) for name in point.__struct_fields__},
-        )
-        for one in report.engines
-        for point in [*one.curve, one.ideal]
-    ]
-    return structs_csv(CurveRow, rows)

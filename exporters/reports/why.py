@@ -12,17 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Group
-from rich.text import Text
 
 from ...audit.analysis.costs import MoreBlocks
 from ...audit.causes import EVICTED, MISSES, SAMPLED_MISSES
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
-from ..csv_cells import csv_of, structs_csv
-from .audit_data import share
-from .costs import FirstToken, ModelRow, model_row, model_text, money, part, shown_seconds
-from .terminal import blocks, bullets, counted, figures_table, listed, notes, part_of, percent, title
+from ..answer import (
+    DIM,
+    DOUBT,
+    Answer,
+    Lines,
+    Part,
+    Records,
+    Sum,
+    Table,
+    Words,
+    counted,
+    listed,
+    notes,
+    part_of,
+    percent,
+    records,
+    share,
+)
+from .costs import FirstToken, ModelRow, model_row, model_text, money, part
 
 if TYPE_CHECKING:
     from ..facts.engine import EngineFacts
@@ -238,114 +251,79 @@ def _cause_row(
     )
 
 
-def render(result: Why) -> Group:
+# --- the answer -----------------------------------------------------------------------------------------
+
+SHOWN_CAUSES = 3
+"""How many causes have a column in the table of groups."""
+
+
+def answer(result: Why) -> Answer:
     """Hits and misses in a sentence each, then the causes as a table."""
-    first, *rest = _answer(result)
-    return blocks(
-        Group(first, *bullets(result.conclusions), *rest),
-        _causes(result),
+    first, *rest = _sentences(result)
+    lines = []
+    if result.engine_seconds:
+        lines = [f"{result.engine_seconds:,.1f} s of engine time. {model_text(result.models[0].model)}"]
+        if len(result.models) > 1:
+            lines.append(f"That is the model of {result.models[0].engine}; --format json has all.")
+    parts: list[Part] = [
+        causes(result),
         _groups(result),
-        _models(result),
+        Lines([Words(line, DIM) for line in lines]),
         notes(result.notes),
-    )
+    ]
+    found = records(CauseRow, result.causes)
+    if result.groups:
+        by_group = (
+            [group.group, *msgspec.structs.astuple(row)] for group in result.groups for row in group.causes
+        )
+        found = Records(["group", *found.names], by_group)
+    return Answer(result, [first, *(f"- {each}" for each in result.conclusions), *rest], parts, found)
 
 
-def _models(result: Why) -> Text | None:
-    """How seconds were found, or why they are not known."""
-    if not result.engine_seconds:
-        return None
-    lines = [f"{result.engine_seconds:,.1f} s of engine time. {model_text(result.models[0].model)}"]
-    if len(result.models) > 1:
-        lines.append(f"That is the model of {result.models[0].engine}; --format json has all.")
-    return Text("\n".join(lines), style="dim")
-
-
-def _answer(result: Why) -> Iterator[Text]:
+def _sentences(result: Why) -> Iterator[str]:
     hits = part_of(result.hit, result.prompt_tokens, "hits")
-    yield Text(f"{counted(result.prompt_tokens, 'prompt token')}: {hits}.")
+    yield f"{counted(result.prompt_tokens, 'prompt token')}: {hits}."
     if result.causes:
-        first = result.causes[0]
-        cause = f"{first.text} ({percent(first.share or 0)})"
-        yield Text(f"{result.no_hit:,} misses. Most frequent cause: {cause}.")
+        most = result.causes[0]
+        yield f"{result.no_hit:,} misses. Most frequent cause: {most.text} ({percent(most.share or 0)})."
     known = [row for row in result.sampled if row.share is not None]
     if known:
         parts = listed([f"{percent(row.share or 0)}{_margin(row)} {row.text}" for row in known])
         total = counted(sum(row.blocks for row in known), "block")
-        yield Text(f"What first hits did not cover, by a sample of {total}: {parts}.")
+        yield f"What first hits did not cover, by a sample of {total}: {parts}."
     if result.unknown:
         unknown = counted(result.unknown, "request")
-        yield Text(f"{unknown} unknown: events are missing, so no figure includes them.", style="yellow")
+        yield Words(f"{unknown} unknown: events are missing, so no figure includes them.", DOUBT)
 
 
 def _margin(row: SampledRow) -> str:
     return "" if row.margin is None else f" (± {percent(row.margin)})"
 
 
-def _causes(result: Why) -> Group | None:
-    if not result.causes:
-        return None
-    timed = any(row.seconds is not None for row in result.causes)
-    paid = any(row.money is not None for row in result.causes)
-    more = ["seconds", "engine time", "first token, median", "p95"] if timed else []
-    table = figures_table("", "tokens", "share", "requests", *more, *(["cost"] if paid else []))
-    for row in result.causes:
-        cells = [f"{row.tokens:,}", percent(row.share or 0), f"{row.requests:,}"]
-        if timed:
-            cells += _seconds(row)
-        if paid:
-            cells.append("-" if row.money is None else f"{row.money:,.2f}")
-        table.add_row(Text(row.text), *cells)
-    table.add_section()
-    requests = result.requests - result.unknown
-    table.add_row(Text("all misses", style="bold"), f"{result.no_hit:,}", percent(1), f"{requests:,}")
-    return Group(title("Why prompt tokens missed the caches", LEGEND), table)
+def causes(result: Why) -> Table:
+    """The causes, and their sum."""
+    columns = "=text | tokens | share:% | requests"
+    if any(row.seconds is not None for row in result.causes):
+        columns += (
+            " | seconds:s | engine time=engine_share:% | first token, median=first_token_median_seconds:s | "
+            "p95=first_token_p95_seconds:s"
+        )
+    if any(row.money is not None for row in result.causes):
+        columns += " | cost=money:,.2f"
+    whole = Sum(("all misses", result.no_hit, 1.0, result.requests - result.unknown))
+    rows = [*result.causes, whole] if result.causes else ()
+    return Table(rows, columns, "Why prompt tokens missed the caches", LEGEND)
 
 
-def _groups(result: Why) -> Group | None:
+def _groups(result: Why) -> Table:
     """Hits and misses of each group, and the share of the most frequent causes in its misses."""
-    if not result.groups:
-        return None
-    causes = result.causes[:SHOWN_CAUSES]
-    table = figures_table("", "requests", "prompt", "hits", "misses", *(row.text for row in causes))
+    most = result.causes[:SHOWN_CAUSES]
+    rows = []
     for group in result.groups:
         tokens = {row.cause: row.tokens for row in group.causes}
-        table.add_row(
-            Text(group.group),
-            f"{group.requests:,}",
-            f"{group.prompt_tokens:,}",
-            _share(group.hit, group.prompt_tokens),
-            f"{group.no_hit:,}",
-            *(_share(tokens.get(row.cause, 0), group.no_hit) for row in causes),
-        )
-    return Group(title("Misses by group", "Causes: share of the group's misses."), table)
-
-
-SHOWN_CAUSES = 3
-"""How many causes have a column in the table of groups."""
-
-
-def _share(part: int, whole: int) -> str:
-    found = share(part, whole)
-    return "" if found is None else percent(found)
-
-
-def _seconds(row: CauseRow) -> list[str]:
-    """The cells of a cause in seconds; a cause without computed tokens has none."""
-    if row.seconds is None:
-        return ["-"] * 4
-    early = row.first_token_median_seconds is not None
-    return [
-        shown_seconds(row.seconds),
-        "-" if row.engine_share is None else percent(row.engine_share),
-        shown_seconds(row.first_token_median_seconds) if early else "-",
-        shown_seconds(row.first_token_p95_seconds) if early else "-",
-    ]
-
-
-def as_csv(result: Why) -> str:
-    """One line per cause, with a header; with groups one line per group and cause, the group first."""
-    if not result.groups:
-        return structs_csv(CauseRow, result.causes)
-    names = [field.name for field in msgspec.structs.fields(CauseRow)]
-    lines = [[group.group, *msgspec.structs.astuple(row)] for group in result.groups for row in group.causes]
-    return csv_of(["group", *names], lines)
+        shares = (share(tokens.get(row.cause, 0), group.no_hit) for row in most)
+        hits = share(group.hit, group.prompt_tokens)
+        rows.append((group.group, group.requests, group.prompt_tokens, hits, group.no_hit, *shares))
+    names = "".join(f" | {row.text.replace(':', ',')}:%" for row in most)
+    columns = f" | requests | prompt | hits:% | misses{names}"
+    return Table(rows, columns, "Misses by group", "Causes: share of the group's misses.")

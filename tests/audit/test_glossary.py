@@ -8,7 +8,7 @@ import pytest
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.glossary import SECTIONS, TERMS, Term, explain, term
-from kvledger.exporters.reports.explain import explanation
+from kvledger.exporters.reports.faults import explanation
 
 ROOT = Path(__file__).parents[2]
 

@@ -715,8 +715,8 @@ def test_verbose_prints_more_of_the_same_answer(run: Any, violated: Path) -> Non
         (("audit",), "violated at level tokens: counts, progress; not examined: block contents, ownership"),
         (("why",), "200 prompt tokens: 104 hits (52.0 %)."),
         (("summary",), "1 request, 1 preemption, 0.0 s spent waiting."),
-        (("show", "request-0"), "Account of request-0   vllm 0.32.0 pid 4000"),
-        (("diff", "."), "Verdict: violated"),
+        (("show", "request-0"), "Account of request-0: 200 prompt tokens: 104 external, 96 computed."),
+        (("diff", "."), "Hits stayed the same: 52.0 % and 52.0 % of prompt tokens."),
     ],
 )
 def test_the_first_line_is_the_answer(

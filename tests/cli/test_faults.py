@@ -94,7 +94,7 @@ def test_without_options_the_installed_releases_are_listed(run: Run, monkeypatch
     out = run("doctor", "faults")[1]
 
     assert out.startswith("vLLM 0.24.0: ")
-    assert "\n\nLMCache 0.4.2: 2 faults known.\n" in out
+    assert "\nLMCache 0.4.2: 2 faults known.\n" in out
 
 
 def test_an_installed_release_that_was_never_examined_is_not_called_free_of_faults(

@@ -25,6 +25,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import HookFailed
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
+from kvledger.exporters import writers
 from kvledger.exporters.reports import demo as demo_report
 from kvledger.exporters.reports.audit_data import report
 
@@ -134,7 +135,7 @@ def test_lookups_and_preemptions_are_compared_with_the_engines_counters(
     assert [("admitted", "counters", "resumed", -200)] == [
         (row["from"], row["to"], row["cause"], row["local_queries"]) for row in data["differences"]
     ]
-    demo_report.terminal.show(demo_report.render(result, shown, verbose=True))
+    writers.show(demo_report.answer(result, shown, verbose=True), "text")
     lines = capsys.readouterr().out.splitlines()
     shown_lines = [" ".join(line.split()) for line in lines]
     assert "resumed after a preemption, not counted -200 -200 -160 1" in shown_lines
@@ -190,7 +191,9 @@ def test_the_plugin_is_added_to_vllm_plugins(monkeypatch: pytest.MonkeyPatch, tm
 def test_the_json_is_one_object(stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(f"write('violated'); finish(counters={COUNTERS!r})")
 
-    assert 0 == demo_report.run("negative-local-hit", tmp_path / "demo", as_json=True)
+    found = demo_report.run("negative-local-hit", tmp_path / "demo")
+    writers.show(found, "json")
+    assert 0 == found.code
     result = json.loads(capsys.readouterr().out)
 
     assert ("violated", True) == (result["verdict"], result["found"])
@@ -203,7 +206,7 @@ def test_the_terminal_output_names_the_next_commands(
     stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in("write('violated'); finish()")
-    demo_report.run("negative-local-hit", tmp_path / "demo", as_json=False)
+    writers.show(demo_report.run("negative-local-hit", tmp_path / "demo"), "text")
     shown = capsys.readouterr().out
     journal = tmp_path / "demo" / "journal"
 
@@ -224,7 +227,7 @@ def test_the_next_command_explains_the_violation_and_no_drift_before_it(
     drift = replace(found.violations[0], id="metrics/chunks-in-one-step", severity="drift")
     found = replace(found, violations=[drift, *found.violations])
 
-    shown = text(demo_report.render(result, found))
+    shown = text(demo_report.answer(result, found))
     assert "kvledger explain tokens/negative" in shown
     assert "kvledger explain metrics/" not in shown
 
@@ -234,7 +237,7 @@ def test_the_output_ends_with_what_to_type_for_a_server_a_notebook_and_ci(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stand_in("write('clean'); finish()")
-    demo_report.run(None, tmp_path / "demo", as_json=False)
+    writers.show(demo_report.run(None, tmp_path / "demo"), "text")
     lines = capsys.readouterr().out.splitlines()
     words = [line.strip() for line in lines]
 
@@ -274,10 +277,10 @@ def test_the_counters_include_a_request_that_is_unknown_here(tmp_path: Path) -> 
 
 
 @pytest.mark.whole_engine
-def test_the_run_of_the_real_engine_leaves_nothing_unexplained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_of_the_real_engine_leaves_nothing_unexplained(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
 
-    assert 0 == demo_report.run(None, tmp_path / "demo", as_json=False)
-    assert "unexplained" not in capsys.readouterr().out
+    found = demo_report.run(None, tmp_path / "demo")
+
+    assert 0 == found.code
+    assert "unexplained" not in text(found)

@@ -23,7 +23,7 @@ from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.inputs import reading
 from kvledger.exporters.reports.audit_data import report
 from kvledger.exporters.reports.diff import compare
-from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 

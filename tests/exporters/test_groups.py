@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 from tests import journals
 from tests.exporters.labels import labelled
+from tests.exporters.reports.printed import lines, text
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.reports import diff, html_page, tail_screen
+from kvledger.exporters.reports import diff
+from kvledger.exporters.reports import page as pages
+from kvledger.exporters.reports import tail as tails
 from kvledger.exporters.reports.summary import summarize
-from kvledger.exporters.reports.tail_lines import follow
-from kvledger.exporters.reports.why import as_csv, render, why
+from kvledger.exporters.reports.tail import follow
+from kvledger.exporters.reports.why import answer, why
 from kvledger.exporters.trace.groups import KEYS, time_name
 
 
@@ -71,8 +74,8 @@ def test_the_misses_of_groups_add_up(trace: Path, by: str) -> None:
         assert getattr(result, figure) == sum(getattr(group, figure) for group in result.groups)
     assert result.no_hit == sum(row.tokens for group in result.groups for row in group.causes)
     assert result.engine_seconds == why([trace]).engine_seconds
-    assert as_csv(result).startswith("group,cause,")
-    assert render(result)
+    assert lines(answer(result)).startswith("group,cause,")
+    assert text(answer(result))
 
 
 def test_the_second_request_has_the_rework(trace: Path) -> None:
@@ -92,10 +95,10 @@ def test_groups_of_two_traces_are_compared(trace: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_has_a_table_of_groups(trace: Path) -> None:
-    page = html_page.html(html_page.gather([trace], by="lora"))
+    page = pages.html(pages.gather([trace], by="lora"))
 
     assert "Requests by lora" in page and "french" in page
-    assert "Requests by lora" not in html_page.html(html_page.gather([trace]))
+    assert "Requests by lora" not in pages.html(pages.gather([trace]))
 
 
 def test_tail_prints_the_groups_of_ended_requests(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +110,8 @@ def test_tail_prints_the_groups_of_ended_requests(trace: Path, capsys: pytest.Ca
 
 
 def test_tail_bounds_its_groups(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_screen, "MOST_GROUPS", 1)
-    tail = tail_screen.LiveTail(trace, "priority")
+    monkeypatch.setattr(tails, "MOST_GROUPS", 1)
+    tail = tails.LiveTail(trace, "priority")
     tail.poll()
     tail.close()
 
@@ -116,10 +119,10 @@ def test_tail_bounds_its_groups(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pattern_that_can_not_be_read_is_refused(trace: Path) -> None:
-    for ask in (lambda: why([trace], by="("), lambda: html_page.gather([trace], by="(")):
+    for ask in (lambda: why([trace], by="("), lambda: pages.gather([trace], by="(")):
         with pytest.raises(LedgerError, match="no regular expression"):
             ask()
     with pytest.raises(LedgerError, match="no regular expression"):
         diff.compare([trace], [trace], by="(")
     with pytest.raises(LedgerError, match="no regular expression"):
-        tail_screen.LiveTail(trace, "(")
+        tails.LiveTail(trace, "(")

@@ -28,7 +28,7 @@ from kvledger.audit.ledger.account import AccountStatement
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters.metrics.prometheus import AuditCollector
-from kvledger.exporters.reports import html_page, statement, summary, why  # noqa: F401  loaded in advance
+from kvledger.exporters.reports import page, statement, summary, why  # noqa: F401  loaded in advance
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.trace import parquet  # noqa: F401  loaded in advance
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 pytest.importorskip("vllm")
 
 from tests.command_line import Outcome, runner
+from tests.exporters.reports.printed import lines as lines_of
 from tests.exporters.reports.printed import text
 from tests.histories import events as history
 from tests.journals import write as write_history
@@ -101,16 +102,16 @@ def test_both_sides_are_calibrated(found: report.Explained) -> None:
 
 
 def test_the_answer_comes_first(found: report.Explained) -> None:
-    printed = " ".join(text(report.render(found), 200).split())
+    printed = " ".join(text(report.answer(found), 200).split())
     assert printed.startswith("Hits fell from ")
     assert "num_gpu_blocks 100 -> 60 -" in printed.partition("Calibrated: by step")[0]
     assert "Another order gives other parts" in printed
     assert "With the traffic changed first: traffic " in printed
-    assert "Verdict: clean" in printed
+    assert " clean. Engine: vllm " in printed
 
 
 def test_csv_has_a_line_for_each_row(found: report.Explained) -> None:
-    lines = report.as_csv(found).strip().splitlines()
+    lines = lines_of(report.answer(found)).strip().splitlines()
     assert 1 + len(found.explanation.rows) == len(lines)
     assert lines[0].startswith("kind,changed,release,hit_share,")
 
@@ -142,7 +143,7 @@ def test_interrupted_rows_are_missing(before: Path, after: Path, monkeypatch: py
     assert (True, 3) == (made.explanation.interrupted, made.explanation.code)
     assert "recorded" == rows[0].kind
     assert all(row.kind in ("recorded", "residual", "setting") for row in rows)
-    assert "the rows that had not ended are missing" in " ".join(text(report.render(made)).split())
+    assert "the rows that had not ended are missing" in " ".join(text(report.answer(made)).split())
 
 
 def test_a_recording_of_level_tokens_is_refused(before: Path, tmp_path: Path, explain: Explain) -> None:

@@ -19,7 +19,7 @@ from kvledger.audit.journal.reader import Reader
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.serialize import capture, restore
 from kvledger.exporters.facts.compact import compact
-from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.turns import turns
 
 GROUPS = (("full", "sliding"), ("full", "mamba"), ("sliding", "full"), ("full", "sliding", "full"))

@@ -22,9 +22,9 @@ from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.audit.replay.observers import LiveTurns
 from kvledger.audit.replay.serialize import capture, restore
 from kvledger.exporters.facts.compact import compact
-from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.query import ask
-from kvledger.exporters.reports.turns import answer, turns
+from kvledger.exporters.reports.turns import sentence, turns
 
 SEEDS = range(6)
 
@@ -343,7 +343,7 @@ def test_lost_seconds_are_the_lost_tokens_at_the_price_of_a_prefill_token(tmp_pa
     assert pytest.approx(0.001 * lost, rel=0.01) == told.lost_seconds
     for row in told.worst:
         assert pytest.approx(0.001 * row.lost_tokens, rel=0.01) == row.lost_seconds
-    assert f"took about {told.lost_seconds:.3g} s of engine time." in answer(told)
+    assert f"took about {told.lost_seconds:.3g} s of engine time." in sentence(told)
     assert not any("seconds" in doubt for doubt in told.doubts)
 
     journal = tmp_path / "one"
@@ -357,7 +357,7 @@ def test_lost_seconds_are_unknown_where_step_times_do_not_follow_work(tmp_path: 
     told = turns([tmp_path])
     assert sum(row.tokens for row in told.causes) and told.lost_seconds is None
     assert all(row.lost_seconds is None for row in told.worst)
-    assert "engine time" not in answer(told)
+    assert "engine time" not in sentence(told)
     assert ["the seconds of lost tokens are unknown"] == [doubt.partition(":")[0] for doubt in told.doubts]
 
 

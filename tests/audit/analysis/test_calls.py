@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.exporters.reports.printed import text
+from tests.exporters.reports.printed import lines, text
 from tests.scenarios.driving import start
 
 from kvledger.audit.analysis.calls import CallRequest, calls_of, figures
 from kvledger.audit.entry.attach import attach
 from kvledger.audit.replay.journals import statements
-from kvledger.exporters.reports.call import as_csv, data, render
+from kvledger.exporters.reports.statement import answer_of_call
 
 TWO_SAMPLES = ("0_cmpl-a-0-0a1b2c3d", "1_cmpl-a-0-0a1b2c3d")
 
@@ -75,24 +75,24 @@ def test_an_incomplete_account_makes_the_call_unknown(folder: Path) -> None:
 
 
 def test_a_call_is_shown_with_its_requests_and_sum(folder: Path) -> None:
-    shown = text(render("a", statements([folder], "a")))
+    shown = text(answer_of_call("a", statements([folder], "a")))
 
-    assert shown.startswith("Call a: 2 requests for 1 prompt\n")
-    assert (
-        "Each prompt counted once: 50 prompt tokens, of which no sample computed 0; 6 output tokens." in shown
+    assert " ".join(shown.split()).startswith(
+        "Call a: 2 requests for 1 prompt. Each prompt counted once: 50 prompt tokens, of which no sample "
+        "computed 0; 6 output tokens."
     )
     assert next(line for line in shown.splitlines() if line.startswith("sum")).split() == [
         "sum", "100", "48", "0", "52", "0", "6",
     ]  # fmt: skip
-    twice = text(render("b", statements([folder], "b")))
+    twice = text(answer_of_call("b", statements([folder], "b")))
     assert "Call b: 2 requests for 2 prompts, use 1 of 2 of this id" in twice
 
 
 def test_a_call_as_data(folder: Path) -> None:
     found = statements([folder], "a")
 
-    (call,) = json.loads(json.dumps(data("a", found)))["calls"]
+    (call,) = json.loads(json.dumps(answer_of_call("a", found).plain()))["calls"]
 
     assert 0 == call["counted_once"]["cached"]
     assert [0, 48] == [each["local"] for each in call["requests"]]
-    assert 3 == len(as_csv(found).splitlines())
+    assert 3 == len(lines(answer_of_call("a", found)).splitlines())

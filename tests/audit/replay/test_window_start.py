@@ -24,11 +24,12 @@ from kvledger.audit.replay.journals import audit_paths, statement
 from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import replayed
-from kvledger.exporters.reports import html_data
-from kvledger.exporters.reports.audit_data import as_json, report
+from kvledger.exporters.reports import page as pages
+from kvledger.exporters.reports.audit_data import report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.why import why
+from kvledger.exporters.writers import as_json
 
 CORRECT = 1.7e9
 """When the clock of an engine was corrected."""
@@ -62,7 +63,7 @@ def start_of(journal: Path, window: Window) -> Position | None:
 def answers(journal: Path, window: Window) -> Any:
     """What audit, why and report say. Seconds come from a model of the steps that were read."""
     audit = audit_paths([journal], (Lost, Steps), window=window)
-    page = html_data.gather([journal], window=window)
+    page = pages.gather([journal], window=window)
     said = json.loads(as_json(report(audit, costs_of(audit.engines))))
     del said["journals"][0]["events"]  # as many as were read
     shown = [why([journal], window=window), page.costs, page.waits, page.preempted, page.series]

@@ -9,7 +9,7 @@ import pytest
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.repro.bisect import Bisection, Environment, bisect, given, run_file
-from kvledger.exporters.reports.bisect import answer
+from kvledger.exporters.reports.repro import bounds
 
 FILE = """
 import sys
@@ -41,24 +41,24 @@ def test_first_bad_last_bad_and_first_good_release(tmp_path: Path) -> None:
     assert ["error", "passes", "fails", "fails", "passes"] == [run.result for run in found.runs]
     assert "TypeError: no such argument" == found.runs[0].figure
     assert "[1, 2]" == found.runs[2].figure
-    assert answer(found) == "First bad 0.12.0, last bad 0.23.0, first good 0.24.0."
+    assert bounds(found) == "First bad 0.12.0, last bad 0.23.0, first good 0.24.0."
 
 
 def test_a_release_before_the_fault_is_not_the_first_good_one(tmp_path: Path) -> None:
     found = over(tmp_path, v0_10_2="good", v0_12_0="bad")
     assert "" == found.first_good
-    assert answer(found) == "Bad in 0.12.0 only, which is the newest release tried."
+    assert bounds(found) == "Bad in 0.12.0 only, which is the newest release tried."
 
 
 def test_releases_after_the_fault_that_cannot_run_the_file_are_not_good(tmp_path: Path) -> None:
     found = over(tmp_path, v0_12_0="bad", v0_13_0="bad", v0_24_0="other")
     assert ("error", "it printed nothing") == (found.runs[2].result, found.runs[2].figure)
-    assert answer(found) == "First bad 0.12.0, last bad 0.13.0, no later release passes."
+    assert bounds(found) == "First bad 0.12.0, last bad 0.13.0, no later release passes."
 
 
 def test_a_file_that_fails_nowhere(tmp_path: Path) -> None:
     found = over(tmp_path, v0_12_0="good", v0_13_0="old")
-    assert answer(found).endswith("fails in none of 2 releases and passes in 1.")
+    assert bounds(found).endswith("fails in none of 2 releases and passes in 1.")
 
 
 def test_a_file_that_does_not_end_is_an_error(tmp_path: Path) -> None:

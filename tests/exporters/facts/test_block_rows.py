@@ -19,8 +19,7 @@ from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER
 from kvledger.exporters.facts.schema import ADMISSIONS, BLOCK_OPERATIONS
-from kvledger.exporters.reports.html_data import gather
-from kvledger.exporters.reports.html_page import html
+from kvledger.exporters.reports.page import gather, html
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.trace.time_series import MINUTE_TICKS
 

@@ -26,7 +26,7 @@ from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER
 from kvledger.exporters.reports.diff import compare
-from kvledger.exporters.reports.html_data import PageData, gather
+from kvledger.exporters.reports.page import PageData, gather
 from kvledger.exporters.trace.time_series import MINUTE_TICKS, TICKS, Series
 
 WINDOWS = [

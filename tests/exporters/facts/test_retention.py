@@ -23,8 +23,8 @@ from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.kept import FOLDER, hour_time, place
 from kvledger.exporters.facts.retention import Retention, retention
-from kvledger.exporters.reports.compact import compact_all
-from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.listing import compact_all
+from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why

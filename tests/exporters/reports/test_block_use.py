@@ -11,8 +11,7 @@ from tests.audit.analysis.test_prefixes import A, B, C, Recording
 from tests.command_line import exit_code
 
 from kvledger.exporters.metrics.metric_list import METRICS
-from kvledger.exporters.reports.html_data import gather
-from kvledger.exporters.reports.html_page import html
+from kvledger.exporters.reports.page import gather, html
 from kvledger.exporters.trace.columns import TABLES, Rows, rows
 
 

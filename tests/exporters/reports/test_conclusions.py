@@ -16,7 +16,7 @@ from kvledger.exporters.reports import conclusions as rules
 from kvledger.exporters.reports.audit_data import report
 from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, concluded, conclusions
 from kvledger.exporters.reports.costs import costs_of
-from kvledger.exporters.reports.html_data import gather
+from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.why import why
 

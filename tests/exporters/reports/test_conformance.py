@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.exporters.reports.printed import text
 
 from kvledger.audit.conformance.scorecard import Outcome, ScoreCard, SituationResult
-from kvledger.exporters.reports.conformance import render
+from kvledger.exporters.reports.conformance import answer
 
 
 def result(situation: str, scheduler: str, outcome: Outcome, *problems: str) -> SituationResult:
@@ -27,15 +27,14 @@ CARD = ScoreCard(
 
 def test_a_score_card_starts_with_its_verdict_and_failures() -> None:
     assert [
-        "violated: 3 clean, 1 broke",
+        "violated: 3 clean, 1 broke.",
         "ExampleConnector on vllm 0.32.0; its connector metadata is read.",
         "",
-        "preempted after its load (sync)",
-        "  KeyError in load.",
-    ] == text(render(CARD)).splitlines()[:5]
+        "- preempted after its load (sync): KeyError in load.",
+    ] == text(answer(CARD)).splitlines()[:4]
 
 
 def test_clean_situations_are_listed_with_verbose_only() -> None:
-    assert "a part of a prompt" not in text(render(CARD))
-    assert "Clean under both schedulers: 1 situation; -v lists them." in text(render(CARD))
-    assert "a part of a prompt        clean  clean" in text(render(CARD, verbose=True))
+    assert "a part of a prompt" not in text(answer(CARD))
+    assert "Clean under both schedulers: 1 situation; -v lists them." in text(answer(CARD))
+    assert "a part of a prompt        clean  clean" in text(answer(CARD, verbose=True))

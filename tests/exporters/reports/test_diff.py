@@ -10,8 +10,8 @@ from tests import journals
 from tests.histories import events
 
 from kvledger.audit.journal.reader import Position, Reader
-from kvledger.exporters.reports import terminal
-from kvledger.exporters.reports.diff import compare, render
+from kvledger.exporters import writers
+from kvledger.exporters.reports.diff import answer, compare
 from kvledger.exporters.reports.summary import summarize
 
 
@@ -44,7 +44,7 @@ def test_changed_settings_come_first_and_what_names_an_engine_is_none(
     after = journals.write(tmp_path / "after", stream, configuration={"blocks": 40, "engine_key": "b"})
 
     comparison = compare([before], [after])
-    terminal.show(render(comparison))
+    writers.show(answer(comparison), "text")
 
     assert [("blocks", "100", "40")] == [(row.setting, row.before, row.after) for row in comparison.settings]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -58,7 +58,7 @@ def test_a_fall_of_hits_names_the_cause_of_misses_that_rose_most(
     after = journals.write(tmp_path / "after", events(200, "A0+0 s160 o P A0+0 s200 o+ F"))
 
     comparison = compare([before], [after])
-    terminal.show(render(comparison))
+    writers.show(answer(comparison), "text")
 
     shares = [(row.name, row.before, row.after) for row in comparison.misses]
     assert [("lost to preemption", 0.0, 0.8), ("never seen before, or not knowable", 0.25, 1.0)] == shares
@@ -73,9 +73,10 @@ def test_hits_that_change_by_less_than_a_point_are_not_explained(
     before = journals.write(tmp_path / "before", events(200, "A150+0 s50 o+ F"))
     after = journals.write(tmp_path / "after", events(200, "A149+0 s51 o+ F"))
 
-    terminal.show(render(compare([before], [after])))
+    writers.show(answer(compare([before], [after])), "text")
 
-    assert "Hits" not in capsys.readouterr().out
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "Hits stayed the same: 75.0 % and 74.5 % of prompt tokens." == first
 
 
 def test_meanings_that_differ_between_releases_are_listed(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_the_text_names_figures_findings_and_meanings(
     old = journals.write(tmp_path / "old", stream, version="0.19.1")
     new = journals.violated(tmp_path / "new")
 
-    terminal.show(render(compare([old], [new]), verbose=True))
+    writers.show(answer(compare([old], [new]), verbose=True), "text")
 
     shown = capsys.readouterr().out
     assert "local, of prompt tokens" in shown

@@ -16,6 +16,7 @@ from kvledger.audit.repro.bisect import Run
 from kvledger.audit.repro.choose_finding import Ambiguous, Seen
 from kvledger.audit.repro.drive import Found
 from kvledger.audit.repro.reproduction import OtherRelease, Reproduction
+from kvledger.exporters import writers
 from kvledger.exporters.reports import repro
 
 CASE = CASES["double-allocation"]
@@ -70,7 +71,11 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "python": "",
             "as_json": False,
         }
-        return repro.run(tmp_path, **asked | options)
+        made_of_it = repro.run(tmp_path, **asked | options)
+        if isinstance(made_of_it, int):
+            return made_of_it
+        writers.show(made_of_it, "json" if options.get("as_json") else "text")
+        return made_of_it.code
 
     return call
 

@@ -7,16 +7,9 @@ from tests.exporters.reports.printed import text
 
 from kvledger.audit.analysis.block_states import BlockUse
 from kvledger.audit.analysis.step_model import Coefficient, StepModel
+from kvledger.exporters.answer import written
 from kvledger.exporters.reports import block_use, query
-from kvledger.exporters.reports.costs import (
-    CostReport,
-    CostRow,
-    LoadRow,
-    load_cells,
-    lost_cells,
-    model_text,
-    shown_seconds,
-)
+from kvledger.exporters.reports.costs import model_text
 from kvledger.exporters.reports.first_token import queued_sentence
 
 
@@ -30,58 +23,17 @@ from kvledger.exporters.reports.first_token import queued_sentence
         (0.1, "0.100 s"),
         (12.3456, "12.346 s"),
         (1234.56, "1,234.6 s"),
-        (None, "unknown"),
+        (None, "-"),
     ],
 )
 def test_seconds_have_a_unit_and_no_exponent(seconds: float | None, shown: str) -> None:
-    assert shown == shown_seconds(seconds)
+    assert shown == written(seconds, "s")
 
 
 def test_the_time_in_the_queue_is_printed_by_cause_longest_first() -> None:
     spent = {"queued_next_step": 10_000, "queued_budget": 30_000, "queued_blocks": 0}
     assert "Queued: 40.0 ms, 30.0 ms budget and 10.0 ms next step." == queued_sentence(spent)
     assert "Queued, mean: 20.0 ms, 15.0 ms budget and 5.0 ms next step." == queued_sentence(spent, 2)
-
-
-def test_delays_of_first_tokens_and_waits_for_loads_have_a_unit() -> None:
-    row = CostRow(
-        kind="rejected",
-        cause="",
-        text="rejected drafts",
-        tokens=1,
-        requests=1,
-        seconds=4e-05,
-        share=None,
-        first_token_requests=1,
-        first_token_median_seconds=4e-05,
-        first_token_p95_seconds=0.5,
-        money=None,
-    )
-    load = LoadRow(
-        connector="lmcache",
-        asynchronous_loads=1,
-        asynchronous_tokens=1,
-        synchronous_tokens=0,
-        waited_seconds=4e-05,
-        vain_seconds=0.0,
-        saved_seconds=3.0,
-        asynchronous_saved_seconds=1.0,
-        not_saved_tokens=0,
-        not_saved_seconds=None,
-    )
-    report = CostReport(
-        engine_seconds=1.0,
-        lost_seconds=None,
-        lost_share=None,
-        money=None,
-        rows=[row],
-        loads=[load],
-        models=[],
-    )
-
-    heads, cells = lost_cells(report)
-    assert ("0.04 ms", "0.500 s") == cells[heads.index("first token, median") : heads.index("p95") + 1]
-    assert ("0.04 ms", "0.000 s", "1.000 s", "3.000 s", "unknown") == load_cells(report)[0][2:]
 
 
 def test_a_model_a_query_and_a_distribution_print_plain_decimals() -> None:
@@ -95,10 +47,10 @@ def test_a_model_a_query_and_a_distribution_print_plain_decimals() -> None:
     assert "(0.000004 ms)" in model_text(model)
 
     answered = query.Answered(columns=["small", "large"], rows=[[4e-05, 1234567.0]])
-    assert ["0.00004", "1,234,570"] == text(query.render(answered)).split()[-2:]
+    assert ["0.00004", "1,234,570"] == text(query.answer(answered)).split()[-2:]
 
     use = BlockUse()
     use.idle.add(99.7)
     use.reuse_seconds.add(4e-05)
-    cells = [cell for row in block_use.spread_rows(block_use.as_report(use)) for cell in row]
+    cells = [cell for row in block_use.spreads(block_use.as_report(use)).cells() for cell in row]
     assert not any("e-" in cell or "e+" in cell for cell in cells[1:4] + cells[5:])

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.exporters.reports.printed import lines as csv_of
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
-from kvledger.exporters.reports.summary import ALL, as_csv, summarize
+from kvledger.exporters.reports.summary import ALL, answer, summarize
 from kvledger.exporters.trace.groups import NO_MATCH
 
 
@@ -86,7 +87,7 @@ def test_a_group_that_is_no_key_and_no_pattern_is_refused(golden: Path) -> None:
 def test_csv_has_every_figure(golden: Path) -> None:
     rows = summarize([golden], "outcome")
 
-    lines = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    lines = list(csv.DictReader(io.StringIO(csv_of(answer(rows)))))
 
     assert [row.group for row in rows] == [line["group"] for line in lines]
     assert [str(row.local) for row in rows] == [line["local"] for line in lines]

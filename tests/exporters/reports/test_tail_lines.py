@@ -17,8 +17,7 @@ from tests.histories import events
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.exporters.reports.tail_lines import follow, line
-from kvledger.exporters.reports.tail_screen import LiveTail
+from kvledger.exporters.reports.tail import LiveTail, follow, line
 
 EXAMINED = "at level tokens: counts, progress; not examined: block contents, ownership"
 
@@ -82,7 +81,7 @@ def test_tail_ends_when_all_engines_have_ended(tmp_path: Path, capsys: pytest.Ca
 
     follow(tmp_path, poll_seconds=0.01)
 
-    *findings, total = capsys.readouterr().out.splitlines()
+    total, *findings = capsys.readouterr().out.splitlines()
     assert total.startswith(f"violated {EXAMINED}. 1 request")
     assert all(line.startswith("violation tokens/") for line in findings)
 

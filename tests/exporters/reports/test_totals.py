@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 from tests.command_line import exit_code
+from tests.exporters.reports.printed import lines, text
 from tests.histories import events
 
 from kvledger.audit.checks.auditor import FINDINGS_KEPT
@@ -18,11 +19,10 @@ from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels, 
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window
 from kvledger.exporters.metrics import values
-from kvledger.exporters.reports import annotations, audit_text, html_page, query
-from kvledger.exporters.reports.audit_data import AuditReport, findings_csv, report
+from kvledger.exporters.reports import audit_text, page, query
+from kvledger.exporters.reports.audit_data import AuditReport, report
 from kvledger.exporters.reports.diff import compare
-from kvledger.exporters.reports.tail_lines import line
-from kvledger.exporters.reports.tail_screen import LiveTail
+from kvledger.exporters.reports.tail import LiveTail, line
 from kvledger.exporters.sidecar import pages
 
 REQUESTS = 1_230
@@ -32,7 +32,7 @@ CAPS = (
     FINDINGS_KEPT,
     pages.FINDINGS_SHOWN,
     audit_text.SHOWN_FINDINGS,
-    html_page.SHOWN_FINDINGS,
+    page.SHOWN_FINDINGS,
 )
 
 
@@ -59,12 +59,6 @@ def audited(journal: Path) -> AuditReport:
     return report(audit_paths([journal]))
 
 
-def printed(renderable: Any) -> str:
-    from tests.exporters.reports.printed import text
-
-    return text(renderable)
-
-
 def test_the_audit_counts_every_finding(audited: AuditReport):
     assert {REQUESTS} == {row.findings for row in audited.found}
     assert {FINDINGS_KEPT} == {row.listed for row in audited.found}
@@ -72,7 +66,7 @@ def test_the_audit_counts_every_finding(audited: AuditReport):
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_text_has_the_total_and_says_that_the_list_is_cut(audited: AuditReport, verbose: bool):
-    shown = printed(audit_text.render(audited, verbose=verbose))
+    shown = text(audit_text.answer(audited, verbose=verbose))
 
     assert TOTAL in shown
     assert f"{ID}  in 1,230 requests" in shown
@@ -99,16 +93,16 @@ def test_a_csv_that_is_cut_says_so_beside_the_table(journal: Path, capsys: pytes
 
 
 def test_annotations_have_the_total(audited: AuditReport):
-    (row,) = [row for row in annotations.github(audited).splitlines() if f"title={ID}" in row]
+    (row,) = [row for row in audit_text.github(audited).splitlines() if f"title={ID}" in row]
     assert "(1,230 findings)" in row
 
 
 def test_the_page_has_the_total(journal: Path):
-    page = html_page.html(html_page.gather([journal]))
+    shown = page.html(page.gather([journal]))
 
-    assert "<strong>2,460</strong>violations" in page
-    assert "violation, 1,230 requests" in page
-    assert "5 of 1,230 shown" in page
+    assert "<strong>2,460</strong>violations" in shown
+    assert "in 1,230 requests" in shown
+    assert "5 of 1,230 shown" in shown
 
 
 def test_the_comparison_of_two_runs_has_the_total(journal: Path):
@@ -138,18 +132,18 @@ def test_the_total_of_a_window_is_never_less_than_it_says(journal: Path):
     result = report(audit_paths([journal], window=window("2023-01-01", "2024-01-01")))
 
     assert all(row.at_least for row in result.found)
-    assert "at least 2,000 violations" in printed(audit_text.render(result))
+    assert "at least 2,000 violations" in text(audit_text.answer(result))
 
 
-@pytest.mark.parametrize("outputs", [audit_text.render, html_page.html, annotations.github])
+@pytest.mark.parametrize("outputs", [audit_text.answer, page.html, audit_text.github])
 def test_what_stops_the_harm_follows_a_finding_about_blocks(tmp_path: Path, outputs: Any):
-    data = html_page.gather([journals.violated(tmp_path / "one")])
+    data = page.gather([journals.violated(tmp_path / "one")])
     rows = [replace(row, id="blocks/isolation", stop_now="Reset it.") for row in data.report.violations]
     found = [replace(row, id="blocks/isolation") for row in data.report.found[:1]]
     changed = replace(data.report, violations=rows, found=found)
-    page = outputs(replace(data, report=changed) if outputs is html_page.html else changed)
+    shown = outputs(replace(data, report=changed) if outputs is page.html else changed)
 
-    words = page if isinstance(page, str) else " ".join(printed(page).split())
+    words = shown if isinstance(shown, str) else " ".join(text(shown).split())
     assert "What stops the harm now:" in words
 
 
@@ -159,7 +153,7 @@ def test_a_csv_of_findings_has_the_victims_by_tenant_session_and_time(tmp_path: 
     labelled = replace(added, resumable=True, labels=RequestLabels(group="acme"))
     path = journals.write(tmp_path / "one", [labelled if each is added else each for each in stream])
 
-    rows = list(csv.DictReader(findings_csv(report(audit_paths([path]))).splitlines()))
+    rows = list(csv.DictReader(lines(audit_text.answer(report(audit_paths([path])))).splitlines()))
 
     assert {("acme", "request-0", "2023-11-14 22:13:20.000 UTC")} == {
         (row["tenant"], row["session"], row["when"]) for row in rows
@@ -175,6 +169,6 @@ def test_a_query_counts_the_victims_of_each_tenant_and_a_clean_trace_has_none(tm
     clean = journals.clean(tmp_path / "clean")
     victims = "select tenant, count(distinct request_id) as requests from findings group by all order by 1"
 
-    found = query.as_csv(query.ask([tmp_path / "bad"], victims))
+    found = lines(query.answer(query.ask([tmp_path / "bad"], victims)))
     assert ["tenant,requests", "acme,1", "best,1"] == found.splitlines()
-    assert ["tenant,requests"] == query.as_csv(query.ask([clean], victims)).splitlines()
+    assert ["tenant,requests"] == lines(query.answer(query.ask([clean], victims))).splitlines()

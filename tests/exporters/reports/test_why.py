@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.exporters.reports.printed import lines as csv_of
 from tests.histories import events
 
 from kvledger.audit.events import Gap
@@ -16,7 +17,7 @@ from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.facts.misses import Misses, Sampled
 from kvledger.exporters.facts.sums import GroupSums
-from kvledger.exporters.reports.why import as_csv, explained, why
+from kvledger.exporters.reports.why import answer, explained, why
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_unknown_requests_are_in_no_figure(tmp_path: Path) -> None:
 def test_csv_has_one_line_per_cause(golden: Path) -> None:
     result = why([golden])
 
-    lines = list(csv.DictReader(io.StringIO(as_csv(result))))
+    lines = list(csv.DictReader(io.StringIO(csv_of(answer(result)))))
 
     assert [row.cause for row in result.causes] == [line["cause"] for line in lines]
     assert [str(row.tokens) for row in result.causes] == [line["tokens"] for line in lines]

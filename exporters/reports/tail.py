@@ -1,14 +1,17 @@
-"""The present figures of journals that are followed. ``tail_lines.py`` prints them.
+"""``kvledger audit follow``: the present figures of journals that are followed, and what is printed of them.
 
 The follower of ``kvledger serve`` reads the journals, without a checkpoint. Rates are per second of the
-engine's own clock, so they do not depend on how fast a journal is read.
+engine's own clock, so they do not depend on how fast a journal is read. On a terminal an answer is redrawn
+twice a second; elsewhere a line is printed periodically, and one for each finding.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,9 +24,23 @@ from ...audit.ledger.account import Account
 from ...audit.replay.find import journals_at
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.journals import Audit
+from ...audit.replay.parallel import is_remote
+from ..answer import Answer, Lines, Table, counted, made, percent, records, share
+from ..csv_cells import csv_of
 from ..sidecar.follower import FollowedJournal, Follower, Notify, ignore
 from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
+from .audit_data import finding
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+POLL_SECONDS = 0.5
+SHOWN_GROUPS = 20
+"""The most groups that a screen or a line shows."""
+
+LINE_SECONDS = 10.0
+"""How often a line of totals is printed where the output is no terminal."""
 
 RATE_SECONDS = 30.0
 """The span of engine time over which rates are computed."""
@@ -68,6 +85,11 @@ class GroupNow(msgspec.Struct, frozen=True, kw_only=True):
     local: int
     external: int
     preemptions: int
+
+    @property
+    def hits(self) -> float | None:
+        """The share of prompt tokens that a cache had."""
+        return share(self.local + self.external, self.prompt_tokens)
 
 
 class TailFinder:
@@ -179,17 +201,7 @@ class LiveTail:
 
     def groups(self) -> list[GroupNow]:
         """The groups, most prompt tokens first."""
-        rows = [
-            GroupNow(
-                group=name,
-                requests=totals.requests,
-                prompt_tokens=totals.prompt_tokens,
-                local=totals.local,
-                external=totals.external,
-                preemptions=totals.preemptions,
-            )
-            for name, totals in self._groups.items()
-        ]
+        rows = [made(GroupNow, totals, group=name) for name, totals in self._groups.items()]
         return sorted(rows, key=lambda row: (-row.prompt_tokens, row.group))
 
     def close(self) -> None:
@@ -228,17 +240,177 @@ class LiveTail:
         audit, counts = self.audit, [counts for _, counts in self._running()]
         totals = audit.totals
         rates = [one.rates() for one in counts]
-        return Now(
+        return made(
+            Now,
+            totals,
             verdict=audit.verdict,
             examined=verdict_words(audit.verdict, audit.coverage),
             counts=count_words(audit.found),
-            requests=totals.requests,
             running=sum(one.requests.running for one in counts),
             waiting=sum(one.requests.waiting for one in counts),
-            preemptions=totals.preemptions,
-            prompt_tokens=totals.prompt_tokens,
-            local=totals.local,
-            external=totals.external,
             prompt_tokens_per_second=sum(prompt for prompt, _ in rates),
             scheduled_tokens_per_second=sum(scheduled for _, scheduled in rates),
         )
+
+
+# --- what is printed ------------------------------------------------------------------------------------
+
+
+def line(now: Now) -> str:
+    """The figures as one line."""
+    hits = share(now.local + now.external, now.prompt_tokens)
+    parts = [
+        counted(now.requests, "request"),
+        now.counts,
+        f"{now.running:,} running",
+        f"{now.waiting:,} waiting",
+        counted(now.preemptions, "preemption"),
+        f"{now.prompt_tokens:,} prompt tokens",
+        "no prompt settled yet" if hits is None else f"{percent(hits)} hits",
+        f"{now.scheduled_tokens_per_second:,.0f} tokens/s",
+    ]
+    return f"{now.examined}. {', '.join(parts)}"
+
+
+def screen(tail: LiveTail) -> Answer:
+    """The present figures, with the newest findings."""
+    rows, now, groups = [], tail.now(), tail.groups()
+    for engine_audit, running in tail.engines():
+        totals, counts = engine_audit.totals(), running or LiveCounts()
+        hits = share(totals.local + totals.external, totals.prompt_tokens)
+        name = f"{engine_audit.name}{'' if running else ' (ended)'}"
+        figures = (totals.requests, counts.requests.running, counts.requests.waiting, *counts.rates())
+        rows.append((name, *figures, hits, totals.preemptions, engine_audit.verdict))
+    columns = "requests | running | waiting | prompt/s:,.0f | tokens/s:,.0f | hits:% | preempted | verdict"
+    more = [_shown(len(groups))] if len(groups) > SHOWN_GROUPS else []
+    return Answer(
+        now,
+        [f"{now.examined}. {now.counts}."],
+        [
+            Table(rows, f"engine | {columns}"),
+            Table(
+                groups[:SHOWN_GROUPS],
+                f"ended requests by {tail.by}=group | requests | prompt=prompt_tokens | hits:% | "
+                "preempted=preemptions",
+            ),
+            Lines(more),
+            Lines(list(map(_sentence, tail.newest)), "Newest findings"),
+            Lines(["Press Ctrl-C to stop."]),
+        ],
+    )
+
+
+def _sentence(violation: Violation) -> str:
+    return f"{violation.severity} {violation.id}: {violation.message}"
+
+
+def follow(
+    path: Path,
+    *,
+    wait: bool = False,
+    poll_seconds: float = POLL_SECONDS,
+    out: Console | None = None,
+    format: str = "text",
+    by: str = "",
+) -> None:
+    """Follow ``path`` until all engines have ended or, with ``wait``, until interrupted.
+
+    ``json`` prints one object a line, for totals, findings and groups; ``csv`` prints the totals alone.
+    ``by`` names groups of ended requests, as for :func:`~kvledger.exporters.trace.groups.group_key`. Raises
+    :class:`LedgerError` for a path that holds no journal.
+    """
+    from ..terminal import console, rendered
+
+    out = out or console()
+    if is_remote(path):
+        raise LedgerError(f"{path} can't be followed: only folders of this machine can.")
+    tail = LiveTail(path, by)
+    try:
+        if out.is_terminal and format == "text":
+            from rich.live import Live
+
+            with Live(console=out, auto_refresh=False, transient=False) as live:
+                _until_ended(
+                    tail, wait, poll_seconds, lambda _: live.update(rendered(screen(tail)), refresh=True)
+                )
+        else:
+            _until_ended(tail, wait, poll_seconds, _Lines(tail, format).show)
+    finally:
+        tail.close()
+
+
+class _Lines:
+    """Prints findings as they come, and totals every LINE_SECONDS."""
+
+    def __init__(self, tail: LiveTail, format: str) -> None:
+        self._tail = tail
+        self._format = format
+        """``text``, ``json`` or ``csv``."""
+        self._printed = False
+        """Whether totals were printed before."""
+        self._printed_at = time.monotonic()
+        """Monotonic time, in seconds, at which totals were printed last; before that, of the start."""
+
+    def show(self, violations: list[Violation] | None) -> None:
+        """Print what is due; ``violations`` is None in the middle of a reading."""
+        lines = _findings(violations or [], self._format)
+        first = not self._printed and violations is not None
+        if first or self._tail.ended or time.monotonic() - self._printed_at >= LINE_SECONDS:
+            totals = _totals(self._tail, self._format, first=not self._printed)
+            lines = [*totals, *lines] if self._format == "text" else [*lines, *totals]
+            self._printed, self._printed_at = True, time.monotonic()
+        for line in lines:
+            print(line, flush=True)
+
+
+def _findings(violations: list[Violation], format: str) -> list[str]:
+    if format == "json":
+        return [_json("finding", finding(violation, None)) for violation in violations]
+    return [] if format == "csv" else [_sentence(violation) for violation in violations]
+
+
+def _totals(tail: LiveTail, format: str, *, first: bool) -> list[str]:
+    if format == "json":
+        return [_json("totals", tail.now()), *(_json("group", row) for row in tail.groups())]
+    if format == "csv":
+        return csv_of(*records(Now, [tail.now()])).splitlines()[0 if first else 1 :]
+    groups = tail.groups()
+    more = [f"  {_shown(len(groups))}"] if len(groups) > SHOWN_GROUPS else []
+    return [line(tail.now()), *map(_group_line, groups[:SHOWN_GROUPS]), *more]
+
+
+def _shown(groups: int) -> str:
+    return f"{SHOWN_GROUPS} of {groups:,} groups shown"
+
+
+def _group_line(row: GroupNow) -> str:
+    rate = "no prompt settled" if row.hits is None else f"{percent(row.hits)} hits"
+    ended = counted(row.requests, "ended request")
+    return f"  {row.group}: {ended}, {row.prompt_tokens:,} prompt tokens, {rate}"
+
+
+def _json(kind: str, data: msgspec.Struct) -> str:
+    return msgspec.json.encode({"kind": kind, **msgspec.to_builtins(data)}).decode()
+
+
+def _until_ended(
+    tail: LiveTail, wait: bool, poll_seconds: float, show: Callable[[list[Violation] | None], None]
+) -> None:
+    """Poll and show until every engine has ended."""
+    ended, shown = False, time.monotonic()
+
+    def tick() -> None:
+        """Show progress: a journal with hours of events takes a while to read."""
+        nonlocal shown
+        if time.monotonic() - shown >= poll_seconds:
+            shown = time.monotonic()
+            show(None)
+
+    while True:
+        violations = tail.poll(tick)
+        if violations or not (ended and tail.ended):
+            show(violations)
+        ended = tail.ended
+        if ended and not wait:
+            return
+        time.sleep(poll_seconds)
