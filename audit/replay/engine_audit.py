@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from ..figures.sums import Sums, add_tokens
 from ..figures.totals import Totals
 from ..journal.format import gone_by
 from ..journal.host_folders import engine_name, journal_name
-from ..journal.reader import Batch, Reader
+from ..journal.reader import Batch, Position, Reader
 from ..ledger.account import Account
 from ..ledger.blocks.contents import Contents
 from ..ledger.engine_postings import error_name
@@ -48,6 +48,21 @@ if TYPE_CHECKING:
 #
 # The engines of one name, a window and a restarted reader all are the state of the last part with the sum of
 # all parts. Nothing in these sums decides how the next event is audited.
+
+
+class Trouble(NamedTuple):
+    """What went wrong with an event at Unix time ``at``, after one at ``before``; most often nothing.
+
+    ``lost``: events were lost. ``failed``: a hook failed, and with ``unobserved`` the engine runs on without.
+    ``error``: the exception that the engine raised.
+    """
+
+    before: float
+    at: float
+    lost: bool
+    failed: bool
+    unobserved: bool
+    error: str
 
 
 class WindowDoubts(Sums):
@@ -71,6 +86,15 @@ class WindowDoubts(Sums):
         self.unobserved_from = min(self.unobserved_from, more.unobserved_from)
         self.errors = self.errors | more.errors
         self.requests = {**self.requests, **more.requests}
+
+    def place(self, window: Window, trouble: Trouble) -> None:
+        """Take an event, and what went wrong with it."""
+        self.losses.place(window, trouble.lost, trouble.before, trouble.at)
+        self.failures.place(window, trouble.failed, trouble.before, trouble.at)
+        if trouble.unobserved:
+            self.unobserved_from = trouble.before
+        if trouble.error and window.holds(trouble.at):
+            self.errors |= {trouble.error}
 
 
 class JournalSums(Sums):
@@ -433,6 +457,8 @@ class Observed(Judged):
         """Functions called with each account of the window that closes, and its verdict."""
         self.on_violation: list[Callable[[str, int, Account | None], None]] = []
         """Functions called with each violation, repeated ones included: its id, time and account."""
+        self.on_trouble: list[Callable[[Trouble], None]] = []
+        """Functions called after each event with what went wrong with it, if anything did."""
         self.observers: list[Observer] = []
         """What counts beside the ledger and the checks."""
         self._by_class: dict[type[Observer], Observer | None] = {}
@@ -479,13 +505,6 @@ class Observed(Judged):
         for one in self.observers:
             one.sums = sums.observed[type(one).__name__]
         self._connect()
-
-    def take_sums(self) -> EngineSums:
-        """The sums so far; new ones begin."""
-        taken = self.sums
-        observed = {type(one).__name__: one.new_sums() for one in self.observers}
-        self.sums = EngineSums(LedgerSums(), Findings(), JournalSums(), observed)
-        return taken
 
 
 # --- event audit ---------------------------------------------------------------------------------------
@@ -591,13 +610,25 @@ class EventAudit(Observed):
 
     def _post(self, event: Event, number: int) -> list[Violation]:
         """Post and check one event, and place what went wrong with it in bounded windows."""
-        if not self.window.bounded and not self._others:
+        if not self.window.bounded and not self._others and not self.on_trouble:
             return self.auditor.feed(event, number)
-        ledger = self.auditor.ledger
+        ledger, began = self.auditor.ledger, self.began_seconds or 0.0
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
         findings = self._check(event, number)
+        error = error_name(event) if type(event) is EngineRaised else ""
+        trouble = Trouble(
+            before=began + before / 1e6,
+            at=began + event.at / 1e6,
+            lost=ledger.sums.gaps > gaps,
+            failed=ledger.sums.hook_failures > failures,
+            unobserved=type(event) is HookFailed and event.removed,
+            error=error if error in ledger.sums.engine_errors else "",
+        )
         for audit in (self, *self._others):
-            audit._place(event, before, ledger.sums.gaps > gaps, ledger.sums.hook_failures > failures)
+            if audit.window.bounded:
+                audit.journal.window.place(audit.window, trouble)
+        for place in self.on_trouble:
+            place(trouble)
         return findings
 
     def _check(self, event: Event, number: int) -> list[Violation]:
@@ -612,19 +643,6 @@ class EventAudit(Observed):
         """Note requests with findings; where they end, it is known whether they are in the window."""
         if self.window.bounded:
             self.journal.window.requests.update((one.request, False) for one in findings if one.request)
-
-    def _place(self, event: Event, before: int, lost: bool, failed: bool) -> None:
-        """Place what went wrong with an event, after one at ``before``, in a bounded window."""
-        if not self.window.bounded:
-            return
-        placed, began = self.journal.window, self.began_seconds or 0.0
-        between = began + before / 1e6, began + event.at / 1e6
-        placed.losses.place(self.window, lost, *between)
-        placed.failures.place(self.window, failed, *between)
-        if type(event) is HookFailed and event.removed:
-            placed.unobserved_from = between[0]
-        if type(event) is EngineRaised and self.window.holds(between[1]):
-            placed.errors |= {error_name(event)} & self.auditor.ledger.sums.engine_errors.keys()
 
     def enter(self, entry: Entry) -> None:
         """Check something that no single event shows, here and in the other audits."""
@@ -704,10 +722,6 @@ class EventAudit(Observed):
             self._clock = newest.began_seconds if newest else None
         return self._clock
 
-    def take_clock(self, newest: EngineStarted) -> None:
-        """Count the journal's times by a newer description of the engine."""
-        self._clock = newest.began_seconds
-
     def _counts(self, account: Account) -> bool:
         return self.window.has(account, self.began_seconds)
 
@@ -735,6 +749,13 @@ class EngineAudit(EventAudit):
         """Audit everything in the journal by now, holding ``lock`` for one batch at a time."""
         for _ in self.batches(reader, lock):
             pass
+
+    def replay(self, start: Position | None = None) -> Iterator[tuple[Batch, list[Violation]]]:
+        """Audit the journal to its end, from ``start`` if the audit is there; see :meth:`batches`."""
+        with Reader(self.path, start) as reader:
+            yield from self.batches(reader)
+            self.note_end(reader)
+        self.finish()
 
     def batches(
         self, reader: Reader, lock: AbstractContextManager[object] | None = None

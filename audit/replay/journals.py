@@ -21,7 +21,7 @@ from ..checks.registry import Violation
 from ..client_ids import rank
 from ..figures.totals import Totals
 from ..journal.host_folders import journal_name
-from ..journal.reader import Position, Reader
+from ..journal.reader import Position
 from ..ledger.account import Account, AccountStatement, Line
 from ..ledger.content_postings import DIGITS, differences
 from ..ledger.entries import ContentTransfer, Entry
@@ -145,11 +145,8 @@ def each_batch(audit: EngineAudit, start: Position | None = None) -> Iterator[Re
     ``audit`` must have an observer that keeps accounts; they are taken from it, so memory is bounded by open
     requests. ``audit.last_at`` is the time of the batch's last event.
     """
-    with Reader(audit.path, start) as reader:
-        for batch, findings in audit.batches(reader):
-            yield ReplayedBatch(batch.events, findings, taken(audit))
-        audit.note_end(reader)
-    audit.finish()
+    for batch, findings in audit.replay(start):
+        yield ReplayedBatch(batch.events, findings, taken(audit))
     yield ReplayedBatch([], [], taken(audit))
 
 
@@ -249,10 +246,8 @@ def _replay(
     window: Window = EVERYTHING,
 ) -> EngineAudit:
     audit = EngineAudit(path, observers, watch=watch, window=window)
-    with Reader(path, skip_to_window(audit)) as reader:
-        audit.read(reader)
-        audit.note_end(reader)
-    audit.finish()
+    for _ in audit.replay(skip_to_window(audit)):
+        pass
     return audit
 
 

@@ -116,6 +116,7 @@ _BY_CALLER = frozenset(
         "on_event",
         "on_closed",
         "on_violation",
+        "on_trouble",
         "_handlers",
         "_by_class",
         "_others",

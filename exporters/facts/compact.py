@@ -22,7 +22,7 @@ from ...audit.replay.windows import EVERYTHING
 from ..trace.time_series import MINUTE_TICKS, Series
 from .activity import activity_rows
 from .blocks import MOST_BYTES
-from .doubts import Doubts, DoubtsFollower
+from .doubts import Doubts, keep_doubts
 from .engine import engine_facts
 from .hours import HOURLY
 from .kept import (
@@ -279,13 +279,13 @@ class _Compaction:
                 activity.series = Series(MINUTE_TICKS, most=ENDLESS)
             else:
                 activity.go_on(before.series, before.counts)
-            doubts = DoubtsFollower(audit, Doubts() if before is None else before.doubts)
+            doubts = Doubts() if before is None else before.doubts
+            keep_doubts(audit, doubts)
             with Reader(self._journal, start) as reader:
                 most = _AllButLast(reader)
                 for batch, findings in audit.batches(most):  # type: ignore[arg-type]
                     collector.add(batch.events, taken(audit))
                     collector.found(findings)
-                    doubts.add(batch.events)
                 last, ended = most.last, reader.ended
                 rotated = before is None and audit.auditor.ledger.sums.removed_events
                 damage = [str(place) for place in reader.damage[bool(rotated) :]]
@@ -293,10 +293,10 @@ class _Compaction:
                 sink.abandon()
                 return Compacted(journal=str(self._journal), problem=TOO_EARLY)
             session = self._at(audit, collector, last.start, sink)
-            session.doubts = doubts.doubts
+            session.doubts = doubts
             session.damage = [*(before.damage if before is not None else ()), *damage][:MOST_DAMAGE]
             if ended:
-                self._end(session, audit, collector, doubts, tail_sink)
+                self._end(session, audit, collector, tail_sink)
             self._sum_up(session, audit, [*sink.files, *tail_sink.files], sums_sink)
             remove_old(session, self._keep)
         except BaseException:
@@ -368,7 +368,6 @@ class _Compaction:
         session: Session,
         audit: EngineAudit,
         collector: RowCollector,
-        doubts: DoubtsFollower,
         sink: HourlyFiles,
     ) -> None:
         """Add what the last batch and the open requests add, if the journal has ended."""
@@ -377,7 +376,6 @@ class _Compaction:
             for batch, findings in audit.batches(reader):
                 collector.add(batch.events, taken(audit))
                 collector.found(findings)
-                doubts.add(batch.events)
             audit.note_damage(reader)
         session.state = msgspec.Raw(serialize.capture(audit))
         audit.finish()

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ...audit import events as ev
 from ...audit.checks.registry import Violation, is_once
 from ...audit.ledger.account import Account
-from ...audit.ledger.engine_postings import error_name
-from ...audit.replay.engine_audit import EngineAudit, of_engine
+from ...audit.replay.engine_audit import EngineAudit, Trouble, of_engine
 from ...audit.replay.windows import LossesInWindow, Window
 
 
@@ -62,6 +60,15 @@ class Doubts(msgspec.Struct):
     errors: dict[str, list[int]] = {}
     found: dict[str, list[int]] = {}
 
+    def place(self, trouble: Trouble) -> None:
+        """Take an event, and what went wrong with it."""
+        self.losses.place(trouble.lost, trouble.before, trouble.at)
+        self.failures.place(trouble.failed, trouble.before, trouble.at)
+        if trouble.unobserved:
+            self.unobserved_from = trouble.before
+        if trouble.error:
+            _note(self.errors, trouble.error, trouble.at)
+
     def errors_within(self, window: Window) -> set[str]:
         """The exceptions in the window."""
         return {error for error, minutes in self.errors.items() if any(_held(window, minutes))}
@@ -84,48 +91,15 @@ def _held(window: Window, minutes: Sequence[int]) -> Iterator[bool]:
     return (window.holds(60.0 * minute) for minute in minutes)
 
 
-class DoubtsFollower:
-    """Follows one audit, batch by batch, and adds to ``doubts``."""
+def keep_doubts(audit: EngineAudit, doubts: Doubts) -> None:
+    """Add what goes wrong from now on in the journal of an audit."""
 
-    def __init__(self, audit: EngineAudit, doubts: Doubts) -> None:
-        self.doubts = doubts
-        self._audit = audit
-        self._errors = dict(audit.auditor.ledger.sums.engine_errors)
-        """The exceptions before this batch, by name."""
-        self._last = audit.last_at
-        """Time of the event before."""
-        audit.on_violation.append(self._found)
-
-    def add(self, events: Sequence[ev.Event]) -> None:
-        """Add a batch that was audited."""
-        began = self._audit.began_seconds or 0.0
-        self._add_errors(events, began)
-        for event in events:
-            before, at = began + self._last / 1e6, began + event.at / 1e6
-            removed = isinstance(event, ev.Gap) and event.reason == ev.REMOVED
-            no_loss = removed and self._audit.auditor.ledger.sums.gaps == 0
-            self.doubts.losses.place(isinstance(event, ev.Gap) and not no_loss, before, at)
-            self.doubts.failures.place(isinstance(event, ev.HookFailed), before, at)
-            if isinstance(event, ev.HookFailed) and event.removed:
-                self.doubts.unobserved_from = before
-            self._last = event.at
-
-    def _found(self, id: str, at: int, account: Account | None) -> None:
+    def found(id: str, at: int, account: Account | None) -> None:
         if account is None or is_once(id):
-            _note(self.doubts.found, id, (self._audit.began_seconds or 0.0) + at / 1e6)
+            _note(doubts.found, id, (audit.began_seconds or 0.0) + at / 1e6)
 
-    def _add_errors(self, events: Sequence[ev.Event], began: float) -> None:
-        """Add exceptions of the engine, and those of its workers, which were read before this batch."""
-        known = self._audit.auditor.ledger.sums.engine_errors
-        raised = Counter[str]()
-        for event in events:
-            if isinstance(event, ev.EngineRaised) and error_name(event) in known:
-                raised[error_name(event)] += 1
-                _note(self.doubts.errors, error_name(event), began + event.at / 1e6)
-        for error, times in known.items():
-            if times - self._errors.get(error, 0) > raised[error]:
-                _note(self.doubts.errors, error, began + self._last / 1e6)
-        self._errors = dict(known)
+    audit.on_violation.append(found)
+    audit.on_trouble.append(doubts.place)
 
 
 def _note(table: dict[str, list[int]], name: str, seconds: float) -> None:

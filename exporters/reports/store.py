@@ -9,7 +9,6 @@ import msgspec
 
 from ...audit.analysis.step_model import fit
 from ...audit.analysis.store_return import StoreReturn, store_return
-from ...audit.journal.reader import Reader
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.find import journals_at
 from ...audit.replay.observers import Steps, Stored
@@ -47,9 +46,8 @@ def store(paths: Sequence[Path], *, run: Run = here) -> StoreReport:
 
 def _of_journal(path: Path) -> StoreReturn | None:
     audit = EngineAudit(path, (Stored, Steps), invariants=())
-    with Reader(path) as reader:
-        audit.read(reader)
-    audit.finish()
+    for _ in audit.replay():
+        pass
     started = audit.engine
     if started is None or not started.configuration.get("connector"):
         return None

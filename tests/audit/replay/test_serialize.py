@@ -43,6 +43,7 @@ NOT_CARRIED = {
         "on_event",
         "on_closed",
         "on_violation",
+        "on_trouble",
         "engine_counters",
         "read_seconds",
         "checkpoint_seconds",
