@@ -12,6 +12,8 @@ from __future__ import annotations
 
 BLOCKS = "blocks"
 RESET = "reset"
+PRIORITY = "priority"
+PAUSE = "pause"
 LOAD_FAILED = "load_failed"
 FULL_HIT = "full_hit"
 REPLAY = "replay"
@@ -26,6 +28,8 @@ UNKNOWN = "unknown"
 LOSSES = {
     BLOCKS: "preempted, no free blocks",
     RESET: "prefix cache reset while running",
+    PRIORITY: "preempted for a request of higher priority",
+    PAUSE: "preempted by a pause of the engine",
     LOAD_FAILED: "load failed",
     FULL_HIT: "full hit, last token recomputed",
     REPLAY: "replay window recomputed",
@@ -39,8 +43,8 @@ LOSSES = {
 }
 """Why a life ended, and why computed tokens were discarded, rolled back or computed again (rework)."""
 
-PREEMPTIONS = (BLOCKS, RESET)
-"""Causes of a preemption."""
+PREEMPTIONS = (BLOCKS, RESET, PRIORITY, PAUSE)
+"""Causes of a preemption. vLLM has no others than the first two; it names a lack of blocks for a priority."""
 
 DISCARDS = (*PREEMPTIONS, LOAD_FAILED, FINISHED)
 """Causes for which the end of a life discards its tokens."""
@@ -95,8 +99,7 @@ EXTERNAL_LOSS_AT_END = {
     FINISHED: FINISHED,
     LOAD_FAILED: FAILED,
     LOST: LOST,
-    BLOCKS: PREEMPTED,
-    RESET: PREEMPTED,
+    **dict.fromkeys(PREEMPTIONS, PREEMPTED),
 }
 """Why external tokens are cancelled when a life ends, by the cause of its end."""
 

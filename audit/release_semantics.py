@@ -259,18 +259,68 @@ V0: tuple[Meaning, ...] = (
 """The meanings for the v0 scheduler, which 0.9 still has."""
 
 
+SGLANG: tuple[Meaning, ...] = (
+    Meaning(
+        "prompt figures",
+        (0, 5),
+        (0, 5, 10),
+        "first",
+        "The engine reports cached tokens, from the first admission that ran, but not their tier: external "
+        "is what was loaded at that admission. Computed is the rest of the prompt.",
+    ),
+    Meaning(
+        "prompt figures",
+        (0, 5, 10),
+        None,
+        "first",
+        "The engine reports cached tokens by tier, from the first admission that ran. Computed is the rest "
+        "of the prompt.",
+    ),
+    Meaning(
+        "local lookups",
+        (0, 5),
+        None,
+        "none",
+        "The engine counts no lookups of single requests.",
+        unchecked=LOOKUPS,
+    ),
+    Meaning(
+        "external lookups",
+        (0, 5),
+        None,
+        "none",
+        "Host and storage are looked up with the cache; nothing is promised that is loaded later.",
+        unchecked=V0[0].unchecked[-5:],
+    ),
+    Meaning(
+        "tokens in flight",
+        (0, 5),
+        None,
+        "none",
+        "The engine counts neither tokens in flight nor output placeholders.",
+        unchecked=("tokens/in-flight",),
+    ),
+    Meaning("hits by tier", (0, 5, 10), None, "counted", "The engine counts hits by the tier that had them."),
+    Meaning(
+        "output in flight at a preemption", (0, 5), None, "dropped", "Dropped; the token is sampled again."
+    ),
+)
+"""The meanings for SGLang."""
+
+
 def release(version: str) -> Release:
     """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number."""
     number = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, number[0].split("."))) if number else ()
 
 
-def meanings(version: str, *, v0: bool = False) -> dict[str, Meaning]:
-    """What each figure means in a release, by figure."""
+def meanings(version: str, adapter: str = "", engine: str = "vllm") -> dict[str, Meaning]:
+    """What each figure means in a release of an engine, by figure; none of an engine that is not known."""
     number = release(version)
+    of_vllm = V0 if adapter.startswith("v0") else MEANINGS
     return {
         row.figure: row
-        for row in (V0 if v0 else MEANINGS)
+        for row in {"vllm": of_vllm, "sglang": SGLANG}.get(engine, ())
         if row.since <= number and (row.until is None or number < row.until)
     }
 

@@ -104,11 +104,19 @@ BESIDES = {
     TRL: Release("trl==1.16.0", "trl.txt", whole=True),
 }
 """Packages that only a connector or a trainer needs. NIXL is the build for CUDA 12; it runs without CUDA."""
-KNOWN = MATRIX | BESIDES
+SGLANG = {
+    f"sglang-{version}": Release(f"sglang=={version}", "sglang.txt", whole=True)
+    for version in (
+        *("0.5.3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13", "0.5.20", "0.5.23"),
+    )
+}
+"""Releases of SGLang, whose real engine runs on a CPU: see audit/demo/sglang. They are not in ``MATRIX``."""
+KNOWN = MATRIX | BESIDES | SGLANG
 CORE = (
     *("0.9.1-v0", "0.9.2-v0", "0.18.1", "0.19.1", "0.20.0", "0.23.0", "0.24.0", "0.32.0"),
     *("lmcache-0.3.9", "lmcache-0.3.11", "lmcache-0.4.2", "lmcache-0.4.3", LMCACHE),
 )
+CORE_SGLANG = ("sglang-0.5.5.post3", "sglang-0.5.6", "sglang-0.5.23")
 
 # Without a target device, 0.33.0 would choose the platform of the machine. No model is looked up.
 EVERYWHERE = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu"}

@@ -15,7 +15,7 @@ from ..ledger.account import Account, CachedRange, GroupBlock, Life
 from .group_boundaries import Group, Groups, lacking
 
 _BY_LOSS = {
-    causes.BLOCKS: causes.PREEMPTED,
+    **dict.fromkeys(causes.PREEMPTIONS, causes.PREEMPTED),
     causes.RESET: causes.CACHE_RESET,
     causes.LOAD_FAILED: causes.LOAD_FAILED,
     causes.FULL_HIT: causes.LAST_TOKEN,

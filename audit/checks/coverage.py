@@ -20,6 +20,12 @@ LEVELS = ("tokens", "blocks", "content")
 
 IN_PART = " in part"
 
+OUT_OF_REACH = " (not for this engine)"
+"""Of a kind of invariants that need a level at which an engine can't be observed."""
+
+REACHED = {"sglang": "tokens"}
+"""The highest level at which an engine can be observed, if it is not the last one."""
+
 _OPAQUE = {
     "connector/promise-not-loaded": "the connector's metadata can't be read: only asynchronous loads that a "
     "request did not wait for are checked"
@@ -61,7 +67,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         higher = [
             f"KVLEDGER_LEVEL={kind.level} examines {kind.examines}"
             for kind in KINDS
-            if any(name.startswith(kind.examines) for name in self.not_examined)
+            if any(name.startswith(kind.examines) and OUT_OF_REACH not in name for name in self.not_examined)
             and kind.level not in self.levels
         ]
         return " ".join([*limited, *([f"{', '.join(higher)}."] if higher else [])])
@@ -78,7 +84,7 @@ def coverage(
     if engine is None or engine.level not in LEVELS:
         return Coverage()
     settings = engine.configuration
-    unchecked, in_part = limits(meanings(engine.version, v0=engine.adapter.startswith("v0")))
+    unchecked, in_part = limits(meanings(engine.version, engine.adapter, engine.engine))
     if settings.get("plan") == "opaque" and settings.get("connector"):
         in_part = _OPAQUE | in_part
     level = LEVELS.index(engine.level)
@@ -94,11 +100,16 @@ def coverage(
     rows = [row for row in catalogue().values() if row.kind in seen]
     limited = [row for row in rows if row.id in unchecked or row.id in in_part]
     parts |= {row.kind for row in limited if row.severity == "violation"}
+    reached = LEVELS.index(REACHED.get(engine.engine, LEVELS[-1]))
     nothing = {kind for kind in seen if all(row.id in unchecked for row in rows if row.kind is kind)}
     return Coverage(
         levels=[engine.level],
         examined=[f"{k.examines}{IN_PART if k in parts else ''}" for k in seen if k not in nothing],
-        not_examined=sorted(k.examines for k in kinds if k not in seen or k in nothing),
+        not_examined=sorted(
+            f"{k.examines}{OUT_OF_REACH if LEVELS.index(k.level) > reached else ''}"
+            for k in kinds
+            if k not in seen or k in nothing
+        ),
         unchecked=_of(limited, unchecked),
         in_part=_of(limited, in_part),
     )
@@ -120,7 +131,8 @@ def of_all(engines: Sequence[Coverage]) -> Coverage:
         return engines[0]
     order = [kind.examines for kind in KINDS]
     whole = [name for name in order if _count(engines, name)]
-    missing = {name: sum(name in one.not_examined for one in engines) for name in order}
+    far = {name: sum(f"{name}{OUT_OF_REACH}" in one.not_examined for one in engines) for name in order}
+    missing = {name: far[name] + sum(name in one.not_examined for one in engines) for name in order}
     partly = {name for one in engines for name in one.examined if name.endswith(IN_PART)}
     some = {name: f" ({n} of {len(engines)} engines)" for name, n in missing.items() if n < len(engines)}
     return Coverage(
@@ -128,7 +140,11 @@ def of_all(engines: Sequence[Coverage]) -> Coverage:
         examined=[
             f"{name}{IN_PART if f'{name}{IN_PART}' in partly else ''}" for name in whole if not missing[name]
         ],
-        not_examined=sorted(f"{name}{some.get(name, '')}" for name, n in missing.items() if n),
+        not_examined=sorted(
+            f"{name}{some.get(name, '') or (OUT_OF_REACH if far[name] == n else '')}"
+            for name, n in missing.items()
+            if n
+        ),
         unchecked={id: why for one in engines for id, why in one.unchecked.items()},
         in_part={id: why for one in engines for id, why in one.in_part.items()},
     )

@@ -1,17 +1,19 @@
-"""Observers of vLLM's releases: the only folder that knows vLLM's names.
+"""Observers of vLLM's and SGLang's releases: the only folder that knows their names.
 
-An adapter is the observer class of a family of releases. ``choose`` picks it by the signatures that a
-scheduler has, not by its version. Creating an observer wraps nothing yet.
+An adapter is the observer class of a family of releases. ``choose`` picks it by the product of a scheduler
+and by the signatures that it has, not by its version. Creating an observer wraps nothing yet.
 """
 
 from __future__ import annotations
 
+import sys
 from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
 from .connector_metadata import metadata_readers
 from .pool.requirements import differences as pool_differences
+from .sglang.observer import SGLangObserver
 from .source_files import HostSource, read
 from .v0.observer import V0Observer
 from .v1_since_0_27 import V1Observer
@@ -39,7 +41,7 @@ __all__ = [
     "scheduler_config",
 ]
 
-Adapter = type[V1Observer] | type[V0Observer]
+Adapter = type[V1Observer] | type[V0Observer] | type[SGLangObserver]
 
 LEVELS = ("tokens", "blocks", "content")
 """What kvledger observes: tokens only, the block pool as well, or also the KV in the blocks."""
@@ -55,7 +57,9 @@ ADAPTERS: tuple[Adapter, ...] = (
 """Newest first, since a newer release often still has everything that an older adapter needs."""
 
 OBSERVED = "vLLM 0.17 to 0.33, and the v0 scheduler of 0.9"
-"""The releases for which there is an adapter."""
+"""The releases of vLLM for which there is an adapter."""
+
+OBSERVED_SGLANG = "SGLang 0.5.3 to 0.5.23"
 
 
 def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
@@ -64,15 +68,18 @@ def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
     ``fields`` are those of ``EngineCoreOutput``; by default vLLM is asked for them. Raises
     :class:`EngineMismatch`, which names the observed releases and the differences from the nearest adapter.
     """
-    nearest, least = ADAPTERS[0], None
-    for adapter in ADAPTERS:
+    of_sglang = is_sglang(scheduler)
+    adapters: tuple[Adapter, ...] = (SGLangObserver,) if of_sglang else ADAPTERS
+    nearest, least = adapters[0], None
+    for adapter in adapters:
         differing = differences(adapter, scheduler, fields)
         if not differing:
             return adapter
         if least is None or len(differing) < len(least):
             nearest, least = adapter, differing
+    observed = OBSERVED_SGLANG if of_sglang else OBSERVED
     raise EngineMismatch(
-        f"kvledger observes {OBSERVED}; {type(scheduler).__name__} is not as {nearest.NAME}, the nearest "
+        f"kvledger observes {observed}; {type(scheduler).__name__} is not as {nearest.NAME}, the nearest "
         "adapter, expects: " + "; ".join(least or ())
     )
 
@@ -94,8 +101,15 @@ def differences(adapter: Adapter, scheduler: Any, fields: tuple[str, ...] | None
     return phrases
 
 
+def is_sglang(scheduler: Any) -> bool:
+    """Whether a scheduler is SGLang's, or of a class derived from it."""
+    return any(base.__module__.startswith("sglang.") for base in type(scheduler).__mro__)
+
+
 def blocks_out_of_reach(scheduler: Any) -> str:
     """Why kvledger can't observe this scheduler at level ``blocks``, in a phrase; "" if it can."""
+    if is_sglang(scheduler):
+        return "SGLang's slots have no reference counts, and no call of its pool names a request"
     return "; ".join(pool_differences(scheduler))
 
 
@@ -124,8 +138,11 @@ def host_source() -> HostSource | None:
     return read()
 
 
-def host_version() -> str:
-    """vLLM's version. An engine has imported vLLM long before this runs."""
+def host_version(scheduler: Any = None) -> str:
+    """The version of the engine of ``scheduler``, or vLLM's. The engine was imported long before this
+    runs."""
+    if is_sglang(scheduler):
+        return str(sys.modules["sglang"].__version__)
     import vllm
 
     return str(vllm.__version__)

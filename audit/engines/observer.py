@@ -47,6 +47,8 @@ class Observer:
 
     NAME: ClassVar[str]
     """The adapter, as the journal and the doctor name it."""
+    ENGINE: ClassVar[str] = "vllm"
+    """The product, as journals name it."""
     HOOKS: ClassVar[tuple[Hook, ...]]
     """The methods to wrap; ``before`` and ``after`` name a method of the observer or of one of its parts."""
     HAS: ClassVar[tuple[str, ...]] = ()
@@ -70,9 +72,9 @@ class Observer:
     ) -> None:
         """``clock``: nanoseconds; a simulation has its own."""
         self.scheduler = scheduler
-        """vLLM's scheduler."""
+        """The engine's scheduler."""
         self.version = version
-        """vLLM's version."""
+        """The engine's version."""
         self.level = level
         """``tokens``, ``blocks`` or ``content``."""
         self.stacks = stacks
@@ -94,7 +96,7 @@ class Observer:
         self.log = StepLog(sink, clock)
         """Every part emits its events here."""
         self._step_now = functools.partial(getattr, self, "step")  # no Python frame runs
-        self.weights = WeightsWatch(scheduler, self.log, self._step_now, self._hook_failed)
+        self.weights = self._watch_weights()
         """Observes the changes of the weights."""
         self.step = 0
         """Number of the last step that the scheduler began, from 1."""
@@ -186,6 +188,9 @@ class Observer:
         """The isolation classes of a request at level ``blocks``; else None."""
         return None if self.pools is None else self.pools.isolation.of(request)
 
+    def _watch_weights(self) -> WeightsWatch:
+        return WeightsWatch(self.scheduler, self.log, self._step_now, self._hook_failed)
+
     def _watch_pools(self) -> PoolWatch:
         manager = self.scheduler.kv_cache_manager
         return PoolWatch(
@@ -223,7 +228,7 @@ class Observer:
         started = ev.EngineStarted(
             at=now,
             wall_seconds=time.time(),
-            engine="vllm",
+            engine=self.ENGINE,
             version=self.version,
             adapter=self.NAME,
             level=self.level,

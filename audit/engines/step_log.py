@@ -55,6 +55,12 @@ class Sink(Protocol):
         """Begin a segment with these two events."""
 
 
+class Requests(Protocol):
+    """The engine's requests by id. Each has ``num_computed_tokens``, with the step that is being emitted."""
+
+    def __getitem__(self, request_id: str, /) -> Any: ...
+
+
 class StepLog:
     """Emits one engine's events, in order, to a sink."""
 
@@ -199,9 +205,7 @@ class StepLog:
         self.steady = False
         self._leave_step(request_id, self.ids[request_id])
 
-    def scheduled_singly(
-        self, step: int, tokens: dict[str, int], total: int, requests: dict[str, Any]
-    ) -> bool:
+    def scheduled_singly(self, step: int, tokens: dict[str, int], total: int, requests: Requests) -> bool:
         """Emit a step with one token for each of ``request_ids``, and any number for newly admitted requests.
 
         ``total`` is the sum of ``tokens``. Returns False, with nothing emitted, for any other step. No loop
@@ -248,7 +252,7 @@ class StepLog:
         step: int,
         tokens: dict[str, int],
         drafts: dict[str, Any],
-        requests: dict[str, Any],
+        requests: Requests,
         ran_before: Sequence[str] = (),
     ) -> None:
         """Emit any step, as its difference from the last one; count it if it is unchanged.
@@ -286,7 +290,7 @@ class StepLog:
         counts: list[int],
         drafts: dict[str, int],
         drafts_before: dict[str, int],
-        requests: dict[str, Any],
+        requests: Requests,
     ) -> None:
         ids, anew, dropped, last = self.ids, self._newly_admitted, self._dropped, self._counts or []
         if names == [

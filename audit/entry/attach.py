@@ -23,7 +23,7 @@ from ..checks.auditor import Auditor, Found
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
 from ..checks.registry import Severity, Violation
 from ..client_ids import has_random_suffix
-from ..engines import LEVELS, choose, host_version
+from ..engines import LEVELS, choose, host_version, is_sglang
 from ..engines.content.attached import worker_of
 from ..engines.v1_since_0_27 import V1Observer
 from ..errors import LedgerError
@@ -65,7 +65,7 @@ class LiveAudit:
         self._auditor = Auditor(keep_closed=True)
         observer_class = choose(scheduler)
         self._observer = observer_class(
-            scheduler, self._sink, version=host_version(), level=level, stacks=stacks
+            scheduler, self._sink, version=host_version(scheduler), level=level, stacks=stacks
         )
         self._observer.start(self._boundary if strict else None)
         self._observer.weights.watch_model(worker)
@@ -132,7 +132,8 @@ class LiveAudit:
     def _account(self, request_id: str) -> Account:
         accounts = list(self.ledger.accounts())
         hints = [account.request_id for account in accounts]
-        suffixed = has_random_suffix(release(host_version()))
+        observer = self._observer
+        suffixed = observer.ENGINE == "vllm" and has_random_suffix(release(observer.version))
         return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed)
 
     def weights(self, request_id: str) -> WeightsOfRequest:
@@ -261,8 +262,9 @@ class LiveAudit:
 
 
 def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> LiveAudit:
-    """Audit a vLLM ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of this process.
+    """Audit a ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of vLLM, or a ``Scheduler`` of SGLang.
 
+    The scheduler must be in this process.
     ``strict`` raises :class:`AuditError` at the step that violates (for tests, not for serving).
     ``level`` is ``tokens``, ``blocks`` to observe the block pool as well, or ``content`` to verify the KV in
     the blocks too; with ``stacks`` each block operation keeps its Python stack (slow, for tests).
@@ -292,7 +294,7 @@ def _scheduler_of(target: Any) -> Any:
     scheduler = target
     for name in _PATH:
         scheduler = getattr(scheduler, name, scheduler)
-    if not hasattr(scheduler, "update_from_output"):
+    if not (hasattr(scheduler, "update_from_output") or is_sglang(scheduler)):
         raise LedgerError(
             f"No scheduler is reachable from this {type(target).__name__} in this process; set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, or observe it through "

@@ -264,7 +264,7 @@ def diagnose(
         with importing():
             found = _host()
     host, adapter, scheduler = found.version, found.adapter, found.scheduler
-    by_figure = meanings(host or "", v0=bool(adapter and adapter.NAME.startswith("v0")))
+    by_figure = meanings(host or "", adapter.NAME if adapter else "")
     unchecked, in_part = limits(by_figure)
     names = list(catalogue()) if adapter else []
     plugin, plugin_problems = _plugin()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..events import Setting
 logger = logging.getLogger("kvledger")
 vllm_logger = logging.getLogger("vllm.kvledger")
-"""Below vLLM's own logger, so that operators see its lines among the engine's."""
+"""Below vLLM's own logger, so that operators see its lines among the engine's. SGLang has a root logger."""
 
 _MARK = "__kvledger__"
 _has_named = False
@@ -67,6 +67,20 @@ def _log_end(reason: str) -> None:
     phrase = _ENDS.get(reason)
     if phrase is not None:
         vllm_logger.info("kvledger ends its observation: %s", phrase)
+
+
+def install_in_sglang() -> None:
+    """The ``sglang.srt.plugins`` entry point, since SGLang 0.5.11. Never raises.
+
+    SGLang calls it in each of its processes. A scheduler is observed from the end of its ``__init__``.
+    """
+    try:
+        if os.environ.get("KVLEDGER_DIR"):
+            from ..engines.sglang.observer import call_when_made
+
+            call_when_made(observe)
+    except Exception as error:  # serving goes on unobserved
+        logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
 
 
 def _install() -> None:
@@ -216,19 +230,22 @@ def observe(scheduler: Any) -> object | None:
     Never raises: an engine that can't be observed runs on, and one log line says why.
     """
     try:
-        from ..engines import choose, host_version
+        from ..engines import choose, host_version, is_sglang
 
         observer_class = choose(scheduler)
         recorder = recorder_in_folder("engine")
         level = _level(scheduler)
-        observer = observer_class(scheduler, recorder, version=host_version(), level=level)
+        observer = observer_class(scheduler, recorder, version=host_version(scheduler), level=level)
         observer.instance = instance()
         observer.on_stopped = _log_end
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
-        engine_end.end_before_shutdown(scheduler, observer)
-        vllm_logger.info(
-            "kvledger observes vLLM %s: adapter %s, level %s, journal %s",
+        of_sglang = is_sglang(scheduler)
+        if not of_sglang:
+            engine_end.end_before_shutdown(scheduler, observer)
+        (logger if of_sglang else vllm_logger).info(
+            "kvledger observes %s %s: adapter %s, level %s, journal %s",
+            "SGLang" if of_sglang else "vLLM",
             observer.version,
             observer.NAME,
             level,

@@ -211,7 +211,7 @@ class Described:
 
         if self.engine is None:
             return {}
-        return meanings(self.engine.version, v0=self.engine.adapter.startswith("v0"))
+        return meanings(self.engine.version, self.engine.adapter, self.engine.engine)
 
 
 # --- verdict -------------------------------------------------------------------------------------------

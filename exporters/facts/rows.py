@@ -30,7 +30,7 @@ MISSED = "missed"
 NOT_COMPUTED = (ENDED_FIRST, INVALID_HIT)
 """Causes of misses that were never computed."""
 
-_LOST_LATE = {BLOCKS: PREEMPTED, RESET: MISSED_BY_RESET}
+_LOST_LATE = {**dict.fromkeys(PREEMPTIONS, PREEMPTED), RESET: MISSED_BY_RESET}
 """The cause of misses that follow a preemption, by the cause of the preemption."""
 
 _READ = [figure.read for figure in FIGURES if not figure.sql]

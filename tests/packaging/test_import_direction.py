@@ -19,7 +19,7 @@ FOLDERS = ("audit", "exporters", "dashboards")
 TOP = "__init__"  # the package itself: kvledger/__init__.py
 
 MSGSPEC = frozenset({"msgspec"})
-HOST = frozenset({"lmcache", "safetensors", "torch", "vllm"})
+HOST = frozenset({"lmcache", "safetensors", "sglang", "torch", "vllm"})
 NONE: frozenset[str] = frozenset()
 
 
@@ -152,6 +152,7 @@ RULES = {
     "audit.entry.pytest_settings": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
+    "audit.demo.sglang": OUTER._replace(libraries=MSGSPEC | HOST | {"transformers"}),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.repro": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.simulate": OUTER._replace(libraries=MSGSPEC | HOST),
