@@ -666,9 +666,10 @@ def explain(
 def faults(
     vllm: str = option("--vllm RELEASE", "A release of vLLM."),
     lmcache: str = option("--lmcache RELEASE", "A release of LMCache."),
+    sglang: str = option("--sglang RELEASE", "A release of SGLang."),
     format: str = opt.TEXT,
 ) -> Answer:
-    """List the known faults of a vLLM or LMCache release.
+    """List the known faults of a vLLM, LMCache or SGLang release.
 
     Each with its conditions, the releases that have it and the finding that shows it. Without options: of
     the releases installed here, or of all if there is none. As csv: one line per fault.
@@ -676,7 +677,8 @@ def faults(
     from .audit.entry.doctor import installed
     from .exporters.reports import faults as report
 
-    known = report.faults(vllm, lmcache, {} if vllm or lmcache else installed())
+    given = vllm, lmcache, sglang
+    known = report.faults(*given, {} if any(given) else installed())
     return report.answer(known)
 
 

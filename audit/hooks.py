@@ -76,7 +76,7 @@ class Wrapping:
         """What the object has in its place."""
         try:
             setattr(owner, name, self.wrapper)
-        except AttributeError as error:
+        except (AttributeError, TypeError) as error:  # TypeError: a frozen dataclass with slots
             raise EngineMismatch(f"{type(owner).__name__} can't be given a {name}") from error
 
     def undo(self) -> bool:

@@ -40,24 +40,29 @@ HOST = ("host", "host-back", "host-random", "host-overlap")
 LOADS: dict[str, tuple[str, ...]] = {
     "sglang-0.5.3": ALL,  # its host pool insists on pinned memory
     "sglang-0.5.5.post3": (*ALL, *HOST),
-    "sglang-0.5.6": (*ALL, "pause", *HOST),
-    "sglang-0.5.7": (*ALL, "pause"),
-    "sglang-0.5.10": (*ALL, "pause", *HOST),
-    "sglang-0.5.12.post1": (*ALL, "pause", *HOST),
-    "sglang-0.5.13": (*ALL, "pause", *HOST),
-    "sglang-0.5.20": (*ALL, "session", "pause", *HOST, "host-tight"),
-    "sglang-0.5.23": (*ALL, "paged", "session", "pause", *HOST, "host-tight"),
+    "sglang-0.5.6": (*ALL, "pause", "pause-weights", *HOST),
+    "sglang-0.5.7": (*ALL, "pause", "pause-weights"),
+    "sglang-0.5.10": (*ALL, "pause", "pause-weights", *HOST),
+    "sglang-0.5.12.post1": (*ALL, "pause", "pause-weights", *HOST),
+    "sglang-0.5.13": (*ALL, "pause", "pause-weights", *HOST),
+    "sglang-0.5.20": (*ALL, "session", "pause", "pause-weights", *HOST, "host-tight"),
+    "sglang-0.5.23": (*ALL, "paged", "session", "pause", "pause-weights", *HOST, "host-tight"),
 }
 """The loads that each release can run on a CPU."""
 
 COUNTED_AGAIN = frozenset(("tokens/negative", "tokens/set-once"))
-"""Findings of sglang#11900: the cached tokens of a request are added again when it resumes."""
+"""Findings of SGLang#11900: the cached tokens of a request are added again when it resumes."""
 
 DUE: dict[tuple[str, str], frozenset[str]] = {
     **{
         (release, load): COUNTED_AGAIN if load in ("pressure", "overlap") else frozenset(("tokens/set-once",))
         for release in ("sglang-0.5.3", "sglang-0.5.5.post3")
         for load in ("pressure", "overlap", "random", "priority")
+    },
+    **{("sglang-0.5.5.post3", load): COUNTED_AGAIN for load in ("host-random", "host-overlap")},
+    **{
+        (f"sglang-{release}", "pause-weights"): frozenset(("weights/reset-refused",))
+        for release in ("0.5.10", "0.5.12.post1", "0.5.13", "0.5.20")
     },
 }
 """The findings that a load shows in a release; every other one shows none."""
@@ -152,7 +157,8 @@ def page(found: Sequence[Cell]) -> str:
     lines += [
         "",
         "`tokens/negative` and `tokens/set-once` are",
-        "[sglang#11900](https://github.com/sgl-project/sglang/pull/11900).",
+        "[SGLang#11900](https://github.com/sgl-project/sglang/pull/11900), `weights/reset-refused` is",
+        "[SGLang#33783](https://github.com/sgl-project/sglang/issues/33783).",
         "",
     ]
     return "\n".join(lines)

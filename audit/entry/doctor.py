@@ -128,7 +128,7 @@ def group_sentences(watched: ContentWatched) -> list[str]:
 # release wrote it. Without one, each fault is named with all its conditions.
 
 
-PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache")
+PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache", "sglang")
 
 
 class FaultsHere(msgspec.Struct, frozen=True):
@@ -151,8 +151,8 @@ def diagnose_faults(
 
 
 def installed() -> dict[str, str]:
-    """The releases of vLLM and LMCache in this environment, by product, without an import of either."""
-    found = {"vllm": _vllm(), "lmcache": version_of("lmcache")}
+    """The releases of vLLM, LMCache and SGLang in this environment, by product, without an import of any."""
+    found = {"vllm": _vllm(), "lmcache": version_of("lmcache"), "sglang": version_of("sglang")}
     return {product: each for product, each in found.items() if each}
 
 

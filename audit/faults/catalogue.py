@@ -129,7 +129,7 @@ class Fault(Strict, frozen=True, kw_only=True):
 
     def in_matrix(self, version: str) -> str:
         """The name of a release in ``scripts/releases.py``."""
-        prefix = "lmcache-" if self.product == "lmcache" else ""
+        prefix = "" if self.product == "vllm" else f"{self.product}-"
         return f"{prefix}{version}{'-v0' if 'v0' in self.conditions else ''}" if version else ""
 
 
@@ -163,15 +163,16 @@ def shown_by(finding: str) -> list[Fault]:
     return [fault for fault in catalogue().values() if finding in fault.findings]
 
 
-def known(finding: str, version: str, traits: Collection[str]) -> Fault | None:
-    """The fault behind a finding of vLLM's release ``version``; None if none is known.
+def known(finding: str, version: str, traits: Collection[str], engine: Product = "vllm") -> Fault | None:
+    """The fault behind a finding of an engine's release ``version``; None if none is known.
 
     ``traits`` is what the workload contains. Of several faults that fit, the one that needs most of it, then
     one that upstream knows. A journal does not tell LMCache's release, so a fault of LMCache fits any.
     """
 
     def fits(fault: Fault) -> bool:
-        has = fault.product == "lmcache" or fault.releases.state("vllm", version) != "free"
+        beside = fault.product == "lmcache" and engine == "vllm"
+        has = beside or (fault.product == engine and fault.releases.state(engine, version) != "free")
         return has and conditions.traits(fault.conditions) <= set(traits)
 
     def needs(fault: Fault) -> tuple[int, bool]:

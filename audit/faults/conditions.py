@@ -131,6 +131,7 @@ CONDITIONS: dict[str, Condition] = {
     "chunks": Condition("a prompt is computed in several chunks"),
     "several clients": Condition("clients with different cache salts or LoRA adapters share the store"),
     "samples": Condition("a request asks for several samples (`n` > 1)"),
+    "weights changed in a pause": Condition("weights are updated while the engine is paused"),
     "no reading": Condition("requests may not read a cache, as those with `prompt_logprobs`"),
 }
 """Every condition by its word in the files of ``data/``."""

@@ -20,16 +20,16 @@ from ...audit.faults.texts import facts, level_of
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Table, Words, counted, listed
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")
-PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache")
+PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache", "sglang")
 COLUMNS = ("release", *(field.name for field in msgspec.structs.fields(KnownFault)))
 
 
-def faults(vllm: str, lmcache: str, installed: Mapping[str, str]) -> list[KnownOfRelease]:
+def faults(vllm: str, lmcache: str, sglang: str, installed: Mapping[str, str]) -> list[KnownOfRelease]:
     """What is known of these releases; of those installed if none is given, and of all if none is installed.
 
     Raises :class:`LedgerError` for a release that is none, or of which nothing is known.
     """
-    asked = zip(PRODUCTS, (vllm, lmcache), strict=True)
+    asked = zip(PRODUCTS, (vllm, lmcache, sglang), strict=True)
     given = {product: version for product, version in asked if version}
     if given:
         return [of_release(product, checked(product, version)) for product, version in given.items()]

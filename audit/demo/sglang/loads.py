@@ -108,6 +108,13 @@ def _pause(plan: Plan) -> None:
     plan.messages[26].append(message("ContinueGenerationReqInput"))
 
 
+def _pause_weights(plan: Plan) -> None:
+    """The same, and new weights are loaded in the pause, before the flush."""
+    _pause(plan)
+    asked = {"model_path": plan.model, "load_format": "auto", "flush_cache": False}
+    plan.messages[21].append(message("UpdateWeightFromDiskReqInput", **asked))
+
+
 def _turns(plan: Plan) -> None:
     """The second prompt is the first one with its output, and more."""
     first = _words(random.Random(7), 100)
@@ -152,6 +159,7 @@ LOADS = {
     "priority": Load(_priority, PRIORITY),
     "session": Load(_session, {"max_total_tokens": 1200, "enable_streaming_session": True}),
     "pause": Load(_pause, OVERLAP),
+    "pause-weights": Load(_pause_weights, OVERLAP),
     "turns": Load(_turns, {}),
     "host": Load(_rounds, HOST),
     "host-back": Load(_rounds, HOST | BACK),

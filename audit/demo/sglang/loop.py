@@ -147,6 +147,8 @@ class Plan:
         """Called before each iteration."""
         self.iteration = 0
         """The iteration that comes next."""
+        self.model: str = scheduler.server_args.model_path
+        """The folder of the model."""
         self._scheduler = scheduler
         self._expected: set[str] = set()
         self._idle = 0

@@ -26,6 +26,7 @@ diffusion models.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -49,8 +50,20 @@ NO_COUNT = -1
 ENDS = {"stop": "stopped", "abort": "aborted"}
 """Types of SGLang's finish reasons whose names here are others."""
 
-CHANGING = ("UpdateWeight", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
-"""How the names of messages begin that change weights, or discard and restore them."""
+SOURCES = ("disk", "distributed", "tensor", "ipc")
+"""From where weights are updated."""
+
+UPDATES = tuple(
+    Hook("tp_worker", f"update_weights_from_{source}", (), after=f"weights.from_{source}", optional=True)
+    for source in SOURCES
+)
+"""The worker's methods that change the weights, until 0.5.20. The scheduler flushes its cache after them.
+
+In 0.5.23 an object that can't be given a wrapper has them. There the message tells, and not the outcome.
+"""
+
+UPDATE = "UpdateWeight"
+"""How the names of messages begin that ask for new weights."""
 
 UNSUPPORTED = (
     ("speculative_algorithm", None, "speculative decoding"),
@@ -108,23 +121,37 @@ class Delivery(NamedTuple):
     requests: list[Any]
 
 
-class MessagedWeights(WeightsWatch):
-    """Notes the messages that change an engine's weights. SGLang has no other way to change them."""
+class UpdatedWeights(WeightsWatch):
+    """Notes updates of the weights. Nothing else is looked at."""
+
+    def __init__(self, scheduler: Any, *args: Any) -> None:
+        super().__init__(scheduler, *args)
+        noted = [functools.partial(self._updated, f"update_weights_from_{source}") for source in SOURCES]
+        self.from_disk, self.from_distributed, self.from_tensor, self.from_ipc = noted
+        """Called after the methods of :data:`UPDATES`."""
+        worker = getattr(scheduler, "tp_worker", None)
+        self._by_message = not any(hasattr(worker, hook.method) for hook in UPDATES)
+        """Whether only the message tells of an update."""
+
+    def asked(self, messages: Iterable[Any]) -> None:
+        """Messages are about to be handled. Where only they tell, an update may be one that fails."""
+        for name in (type(message).__name__ for message in messages):
+            if self._by_message and name.startswith(UPDATE):
+                self.changed(name.removesuffix("ReqInput"), ev.POSSIBLE)
+
+    def _updated(self, by: str, _: None, result: Any, *__: Any, **___: Any) -> None:
+        """A method returned whether it succeeded. If not, some weights may have changed."""
+        succeeded = bool(result[0] if isinstance(result, tuple) else result)
+        self.changed(by, ev.DECLARED if succeeded else ev.POSSIBLE)
 
     def start(self, *, digests: bool) -> None:
-        """Nothing is wrapped: the observer sees every message."""
+        """The observer's hooks see every update."""
 
     def remove(self) -> None:
         """Nothing was wrapped."""
 
     def watch_model(self, worker: Any) -> None:
         """The model runs elsewhere."""
-
-    def received(self, messages: Iterable[Any]) -> None:
-        """Emit a change for each message that is about to change weights."""
-        for name in (type(message).__name__ for message in messages):
-            if name.startswith(CHANGING):
-                self.changed(name.removesuffix("ReqInput"), ev.DECLARED)
 
 
 class SGLangObserver(Observer):
@@ -149,10 +176,11 @@ class SGLangObserver(Observer):
         Hook("", "flush_cache", (), after="flushed"),
         # Since 0.5.13 the handler of the message keeps the method itself.
         Hook("flush_wrapper", "_flush_cache", (), after="flushed", optional=True),
+        *UPDATES,
     )
 
     log: StepLog
-    weights: MessagedWeights
+    weights: UpdatedWeights
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,8 +197,8 @@ class SGLangObserver(Observer):
         self._looks = 0
         """In how many more steps it is looked which requests have left."""
 
-    def _watch_weights(self) -> WeightsWatch:
-        return MessagedWeights(self.scheduler, self.log, self._step_now, self._hook_failed)
+    def _watch_weights(self) -> UpdatedWeights:
+        return UpdatedWeights(self.scheduler, self.log, self._step_now, self._hook_failed)
 
     # --- beginning and end ------------------------------------------------------------------------------
 
@@ -234,7 +262,7 @@ class SGLangObserver(Observer):
     def messages_arrive(self, recv_reqs: Any) -> None:
         """``process_input_requests`` is called, in an idle engine too."""
         if recv_reqs:
-            self.weights.received(recv_reqs)
+            self.weights.asked(recv_reqs)
 
     def messages_handled(self, _: None, __: Any, recv_reqs: Any) -> None:
         """It returned. A message that ends requests says nothing of which they are."""

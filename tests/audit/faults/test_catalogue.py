@@ -10,7 +10,7 @@ import pytest
 from kvledger.audit.checks.registry import catalogue as invariants
 from kvledger.audit.faults.catalogue import HARMS, Fault, catalogue, known, read, short_name
 from kvledger.audit.faults.conditions import CONDITIONS, traits
-from kvledger.audit.faults.releases import EXAMINED
+from kvledger.audit.faults.releases import EXAMINED, Product
 from kvledger.audit.release_semantics import limits, meanings, release
 
 FAULTS = catalogue().values()
@@ -54,11 +54,23 @@ def test_a_finding_with_the_conditions_of_a_fault_is_explained_by_a_fault_of_tha
     fault: Fault,
 ) -> None:
     for finding in fault.findings:
-        found = known(finding, fault.releases.first, traits(fault.conditions))
+        found = known(finding, fault.releases.first, traits(fault.conditions), _engine(fault))
         assert found is not None
         assert traits(found.conditions) == traits(fault.conditions)
         if fault.releases.fixed and fault.product == "vllm":
             assert known(finding, fault.releases.fixed, traits(fault.conditions)) is not fault
+
+
+def _engine(fault: Fault) -> Product:
+    """The engine that shows the fault: that of vLLM, for one of LMCache."""
+    return "sglang" if fault.product == "sglang" else "vllm"
+
+
+def test_a_fault_of_one_engine_explains_nothing_of_the_other() -> None:
+    for fault in FAULTS:
+        other: Product = "vllm" if _engine(fault) == "sglang" else "sglang"
+        for finding in fault.findings:
+            assert known(finding, fault.releases.first, traits(fault.conditions), other) is not fault
 
 
 def test_a_finding_that_no_fault_explains_is_not_known() -> None:
@@ -76,13 +88,13 @@ def test_no_fault_is_found_in_a_release_where_its_invariants_cannot_be_checked(f
     """The table of meanings says where they can't be, the catalogue where they find something."""
     if fault.product == "vllm" and fault.findings:
         for version in (fault.releases.first, *fault.releases.also):
-            unchecked, _ = limits(meanings(version, v0="v0" in fault.conditions))
+            unchecked, _ = limits(meanings(version, "v0" if "v0" in fault.conditions else ""))
             assert set(fault.findings) - set(unchecked), version
 
 
 def test_a_link_has_the_short_name_of_its_project() -> None:
     assert "vLLM#36752" == short_name("https://github.com/vllm-project/vllm/pull/36752")
-    assert all(re.fullmatch(r"(vLLM|LMCache)#\d+", name) for f in FAULTS for name, _ in f.named_links)
+    assert all(re.fullmatch(r"(vLLM|LMCache|SGLang)#\d+", name) for f in FAULTS for name, _ in f.named_links)
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,14 @@ NOT_OBSERVED = ("0.10.2", "0.12.0")
 
 
 def test_the_examined_releases_are_those_of_the_matrix(scripts: None) -> None:
-    from releases import MATRIX
+    from releases import MATRIX, SGLANG
 
     names = [name for name in MATRIX if "/" not in name]
     vllm = dict.fromkeys(name.removesuffix("-v0") for name in names if not name.startswith("lmcache-"))
     lmcache = [name.removeprefix("lmcache-") for name in names if name.startswith("lmcache-")]
     observed = [name for name in EXAMINED["vllm"] if name not in NOT_OBSERVED]
     assert {"vllm": [*vllm], "lmcache": lmcache} == {"vllm": observed, "lmcache": [*EXAMINED["lmcache"]]}
+    assert [name.removeprefix("sglang-") for name in SGLANG] == [*EXAMINED["sglang"]]
 
 
 def test_every_release_that_a_fault_is_run_or_proved_in_is_in_the_matrix_and_has_it(scripts: None) -> None:

@@ -138,13 +138,24 @@ def test_the_first_batch_of_the_overlap_loop_of_0_5_3_has_no_requests() -> None:
     assert len(events_of(audit, ev.Delivered)) == 1
 
 
-def test_a_message_that_changes_weights_is_a_change() -> None:
+@pytest.mark.parametrize(("succeeds", "kind"), [(True, ev.DECLARED), (False, ev.POSSIBLE)])
+def test_an_update_of_the_weights_is_a_change_if_it_succeeded(succeeds: bool, kind: str) -> None:
+    scheduler: Any = Scheduler()
+    scheduler.tp_worker = SimpleNamespace(update_weights_from_disk=lambda message: (succeeds, "why"))
+    audit = attach(scheduler)
+    scheduler.tp_worker.update_weights_from_disk("model")
+
+    (changed,) = events_of(audit, ev.WeightsChanged)
+    assert (changed.by, changed.version, changed.kind) == ("update_weights_from_disk", 1, kind)
+
+
+def test_where_only_a_message_tells_of_an_update_it_is_a_possible_change() -> None:
     scheduler = Scheduler()
     audit = attach(scheduler)
     scheduler.process_input_requests([UpdateWeightFromDiskReqInput()])
 
     (changed,) = events_of(audit, ev.WeightsChanged)
-    assert (changed.by, changed.version) == ("UpdateWeightFromDisk", 1)
+    assert (changed.by, changed.kind) == ("UpdateWeightFromDisk", ev.POSSIBLE)
 
 
 @pytest.mark.parametrize("level", ["blocks", "content"])
