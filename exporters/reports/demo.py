@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ... import __version__
@@ -16,6 +16,7 @@ from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
+from ...audit.demo.sglang import run as sglang
 from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
 from ..terminal import progress
 from . import audit_data, audit_text, statement
@@ -46,6 +47,41 @@ def run(inject: str | None, folder: Path | None, *, verbose: bool = False) -> An
     with progress("vLLM starts", "vLLM serves requests") as move:
         demo = run_demo(inject, folder, move)
     return answer(demo, audit_data.report(demo.audit), verbose=verbose)
+
+
+def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], None]) -> Answer:
+    """Run SGLang's engine; ``say`` gets a sentence before anything is fetched."""
+    if inject == "list":
+        sentence = f"One defect of released versions can be put back: --inject {sglang.DEFECT}."
+        return Answer([sglang.DEFECT], [sentence])
+    with progress("SGLang starts", "SGLang serves requests"):
+        served = sglang.run(inject, folder, say)
+    report, totals = audit_data.report(served.audit), served.audit.totals
+    hits = totals.of("local") + totals.of("external")
+    told = f"Clients were told of {served.told_cached:,} cached tokens"
+    ran = f"SGLang {served.release} served {counted(report.requests, 'request')} on this CPU"
+    if served.injected:
+        found = ", ".join(served.found)
+        first = f"The injected defect {sglang.DEFECT} was {f'found: {found}' if found else 'not found'}"
+        code = 0 if found else 1
+    else:
+        first, code = f"{report.verdict}: the KV-cache token figures of this run", CODES[report.verdict]
+    sentences = [
+        f"{first}.",
+        f"{ran}, with {counted(totals.of('preemptions'), 'preemption')}; {totals.of('rework'):,} tokens were "
+        "computed again.",
+        f"{told}, as the ledger has." if served.told_cached == hits else f"{told}; the ledger has {hits:,}.",
+    ]
+    findings = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
+    more = {"injection": sglang.DEFECT if served.injected else None, "found": served.found}
+    more |= {"told_cached_tokens": served.told_cached, "journal": str(served.journal)}
+    return Answer(
+        served,
+        sentences,
+        [findings, audit_text.sources(report), Lines([f"  kvledger audit {served.journal}"], "Next")],
+        plain=lambda: {**audit_data.plain(report), **more},
+        code=code,
+    )
 
 
 def exit_code(demo: Demo, report: AuditReport) -> int:

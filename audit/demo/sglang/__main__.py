@@ -21,9 +21,11 @@ from . import loads, loop
 from .pool import sizes
 
 
-def run(name: str, model: str) -> dict[str, Any]:
+def run(name: str, model: str, *, inject: bool = False) -> dict[str, Any]:
     """Drive one load with an observed scheduler; returns what is printed."""
     load = loads.LOADS[name]
+    if inject:
+        loop.count_cached_tokens_again()
     if load.arguments.get("enable_hierarchical_cache"):
         loop.keep_host_copies_on_cpu()
     scheduler = loop.build(model, **load.arguments)
@@ -58,6 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("load", nargs="+", choices=loads.LOADS)
     parser.add_argument("--model", required=True, help="a folder made by kvledger.audit.demo.model")
+    parser.add_argument("--inject", action="store_true", help="put SGLang#11900 back")
     given = parser.parse_args()
     failed = 0
     for name in given.load:
@@ -65,7 +68,7 @@ def main() -> int:
         if not child:
             code = 1
             try:
-                print(json.dumps(run(name, given.model)), flush=True)
+                print(json.dumps(run(name, given.model, inject=given.inject)), flush=True)
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
-from scripts.sglang_matrix import CORE_SGLANG, COUNTED_AGAIN, LOADS, Cell, build, cells
+from scripts.sglang_matrix import CORE_SGLANG, COUNTED_AGAIN, LOADS, ROOT, Cell, build, cells
 
 pytestmark = pytest.mark.releases
 
@@ -35,3 +39,25 @@ def test_requests_whose_cached_tokens_were_counted_again_are_named(driven: list[
             named = {request for id, request in cell.named if id == "tokens/negative"}
             told = cell.told
             assert named == {id for id, row in told.items() if row["cached_tokens"] > row["prompt_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        ((), 0, "clean: the KV-cache token figures of SGLang 0.5.23."),
+        (
+            ("--inject", "cached-tokens-counted-again"),
+            0,
+            "The injected defect cached-tokens-counted-again was found: tokens/negative, tokens/set-once.",
+        ),
+        (("--inject", "other"), 2, ""),
+    ],
+)
+def test_the_demo_runs_the_engine_and_finds_the_defect(
+    tmp_path_factory: pytest.TempPathFactory, more: tuple[str, ...], code: int, says: str
+) -> None:
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    command = [sys.executable, "-m", "kvledger", "demo", "--engine", "sglang", *more]
+    environ = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.partition("\n")[0]) == (code, says), done.stderr
