@@ -73,12 +73,12 @@ def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], Non
         f"{told}, as the ledger has." if served.told_cached == hits else f"{told}; the ledger has {hits:,}.",
     ]
     findings = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
-    more = {"injection": sglang.DEFECT if served.injected else None, "found": served.found}
+    more: dict[str, object] = {"injection": sglang.DEFECT if served.injected else None, "found": served.found}
     more |= {"told_cached_tokens": served.told_cached, "journal": str(served.journal)}
     return Answer(
         served,
         sentences,
-        [findings, audit_text.sources(report), Lines([f"  kvledger audit {served.journal}"], "Next")],
+        [findings, audit_text.sources(report, None), Lines([f"  kvledger audit {served.journal}"], "Next")],
         plain=lambda: {**audit_data.plain(report), **more},
         code=code,
     )

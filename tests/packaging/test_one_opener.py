@@ -17,6 +17,7 @@ OTHERS = {
     "audit/demo/run.py": "the demo's own log and result",
     "audit/engines/source_files.py": "the source of vLLM",
     "audit/entry/export_checks.py": "a file that the user names",
+    "audit/demo/sglang/run.py": "a folder of its own for one command",
     "audit/faults/catalogue.py": "data of this package",
     "audit/replay/block_traces.py": "a request trace that the user names",
     "audit/repro/bisect.py": "the output of its own process",
