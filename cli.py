@@ -61,8 +61,7 @@ def audit(
     """
     from .audit.replay.journals import audit_paths
     from .audit.replay.observers import Lost, Steps
-    from .exporters.reports.audit_data import report
-    from .exporters.reports.audit_text import answer
+    from .exporters.reports.audit import answer, report
     from .exporters.reports.conclusions import concluded
     from .exporters.reports.costs import costs_of
 
@@ -697,7 +696,7 @@ def report(
 
     The page loads nothing from the network. The verdict is printed too, on standard error.
     """
-    from .exporters.reports import audit_text, page
+    from .exporters.reports import audit, page
     from .exporters.terminal import rendered, show
 
     with read.journals(paths) as (places, window, run):
@@ -706,7 +705,7 @@ def report(
         typer.echo(page.html(data))
     else:
         page.save(data, output)
-        show(rendered(Answer(data, list(audit_text.sentences(data.report)))), stderr=True)
+        show(rendered(Answer(data, list(audit.sentences(data.report)))), stderr=True)
         typer.echo(f"Wrote {output}; open it in a browser.", err=True)
     return CODES[data.report.verdict]
 

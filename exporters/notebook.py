@@ -29,8 +29,8 @@ from ..audit.replay.windows import Window, window
 from . import usage_logs
 from .answer import Answer
 from .inputs import reading
-from .reports import audit_text, block_use, page, prefixes, statement, summary, turns, usage, whatif, why
-from .reports.audit_data import AuditReport, report
+from .reports import audit, block_use, page, prefixes, statement, summary, turns, usage, whatif, why
+from .reports.audit import AuditReport, report
 from .reports.conclusions import concluded, explained_with
 from .reports.costs import costs_of
 from .terminal import PLAIN_WIDTH, rendered
@@ -185,7 +185,7 @@ class Audit:
         return shown
 
     def __repr__(self) -> str:
-        return repr(Shown(self.data, list(audit_text.sentences(self.data))))
+        return repr(Shown(self.data, list(audit.sentences(self.data))))
 
     def _repr_html_(self) -> str:
-        return Shown(*audit_text.answer(self.data))._repr_html_()
+        return Shown(*audit.answer(self.data))._repr_html_()

@@ -121,7 +121,8 @@ def _line(words: str, style: str = "") -> RenderableType:
         part = RichTable.grid(padding=(0, 1, 0, 0))
         part.add_row(Text("-", style="bold"), Text(words[2:], overflow="fold"))
         return part
-    text = _toned(words.lstrip() if depth else words, style)
+    bare = Words(words.lstrip(), words.tone) if isinstance(words, Words) else words.lstrip()
+    text = _toned(bare, style)
     return Padding(text, (0, 0, 0, depth), expand=False) if depth else text
 
 

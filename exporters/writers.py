@@ -64,7 +64,11 @@ def _section(part: Table | Lines) -> str:
         )
     rules = ("---:" if figures and place else "---" for place, figures in enumerate(part.figures()))
     lines += [f"| {' | '.join(each.heading for each in part.head())} |", f"|{'|'.join(rules)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row).strip()} |" for row in part.cells() if row)])
+    return "\n".join([*lines, *(f"| {' | '.join(map(_escaped, row))} |" for row in part.cells() if row)])
+
+
+def _escaped(cell: str) -> str:
+    return cell.strip().replace("|", "\\|")
 
 
 # --- a page ---------------------------------------------------------------------------------------------
@@ -82,15 +86,21 @@ def page(answer: Answer, heading: str, title: str) -> str:
     anchors = sorted((part.anchor for part in parts if isinstance(part, Lines) and part.anchor), key=len)
     links = re.compile("|".join([_URL, *map(re.escape, reversed(anchors))]))
 
-    def linked(line: str) -> Markup:
-        """A line with links to other lines and to URLs; a word that judges has its colour."""
+    def linked(line: str, ours: bool = False) -> Markup:
+        """A line with links to other lines; a word that judges has its colour.
+
+        URLs are links in text of ours alone: a client chooses what its request is called.
+        """
         text, found = line.lstrip(), Markup()
         if not isinstance(line, Words) and (judging := JUDGING.match(text)):
             found = Markup('<b class="{}">{}</b>').format(TONES[judging[0]], judging[0])
             text = text[judging.end() :]
         end = 0
         for link in links.finditer(text):
-            at = link[0] if link[0].startswith("http") else f"#{anchor(link[0])}"
+            is_url = link[0].startswith("http")
+            if is_url and not ours:
+                continue
+            at = link[0] if is_url else f"#{anchor(link[0])}"
             found += escape(text[end : link.start()]) + Markup('<a href="{}">{}</a>').format(at, link[0])
             end = link.end()
         return found + escape(text[end:])

@@ -16,8 +16,8 @@ from ...audit import causes
 from ...audit.analysis.costs import REWORK, MoreBlocks
 from ...audit.causes import external_loss
 from ...audit.figures.totals import Totals
-from ..answer import counted, percent, share
-from .audit_data import AuditReport
+from ..answer import counted, made, percent, share
+from .audit import AuditReport
 from .costs import CostReport
 from .why import Why
 
@@ -91,17 +91,15 @@ def conclusions(facts: Facts) -> list[str]:
 
 def facts_of_audit(report: AuditReport) -> Facts:
     """The facts of an audit."""
-    work, external = report.work, report.external
-    return Facts(
+    return made(
+        Facts,
+        report.work,
         prompt_tokens=report.totals.prompt_tokens,
         unattained=report.totals.unattained,
-        scheduled=work.scheduled,
-        rework=work.rework_by_cause,
-        rejected=work.rejected,
-        overrun=work.overrun,
+        rework=report.work.rework_by_cause,
         preemptions=report.preemptions,
-        promised=external.promised,
-        voided=external.voided,
+        promised=report.external.promised,
+        voided=report.external.voided,
     )
 
 
@@ -115,17 +113,7 @@ def concluded(report: AuditReport) -> AuditReport:
 
 def facts_of_totals(totals: Totals) -> Facts:
     """The facts of some sums."""
-    return Facts(
-        prompt_tokens=totals.prompt_tokens,
-        unattained=totals.unattained,
-        scheduled=totals.scheduled,
-        rework=totals.rework,
-        rejected=totals.rejected,
-        overrun=totals.overrun,
-        preemptions=totals.preemptions,
-        promised=totals.promised,
-        voided=totals.voided,
-    )
+    return made(Facts, totals)
 
 
 def explained_with(why: Why) -> Why:

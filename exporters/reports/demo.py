@@ -19,8 +19,8 @@ from ...audit.demo.run import run as run_demo
 from ...audit.demo.sglang import run as sglang
 from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
 from ..terminal import progress
-from . import audit_data, audit_text, statement
-from .audit_data import AuditReport, DifferenceData, PlannedSplit
+from . import audit, statement
+from .audit import AuditReport, DifferenceData, PlannedSplit
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 ENGINE_FAILED = 4
@@ -46,7 +46,7 @@ def run(inject: str | None, folder: Path | None, *, verbose: bool = False) -> An
     """Run the demo with a progress bar."""
     with progress("vLLM starts", "vLLM serves requests") as move:
         demo = run_demo(inject, folder, move)
-    return answer(demo, audit_data.report(demo.audit), verbose=verbose)
+    return answer(demo, audit.report(demo.audit), verbose=verbose)
 
 
 def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], None]) -> Answer:
@@ -56,7 +56,7 @@ def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], Non
         return Answer([sglang.DEFECT], [sentence])
     with progress("SGLang starts", "SGLang serves requests"):
         served = sglang.run(inject, folder, say)
-    report, totals = audit_data.report(served.audit), served.audit.totals
+    report, totals = audit.report(served.audit), served.audit.totals
     hits = totals.of("local") + totals.of("external")
     told = f"Clients were told of {served.told_cached:,} cached tokens"
     ran = f"SGLang {served.release} served {counted(report.requests, 'request')} on this CPU"
@@ -72,14 +72,14 @@ def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], Non
         "computed again.",
         f"{told}, as the ledger has." if served.told_cached == hits else f"{told}; the ledger has {hits:,}.",
     ]
-    findings = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
+    findings = audit.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
     more: dict[str, object] = {"injection": sglang.DEFECT if served.injected else None, "found": served.found}
     more |= {"told_cached_tokens": served.told_cached, "journal": str(served.journal)}
     return Answer(
         served,
         sentences,
-        [findings, audit_text.sources(report, None), Lines([f"  kvledger audit {served.journal}"], "Next")],
-        plain=lambda: {**audit_data.plain(report), **more},
+        [findings, audit.sources(report, None), Lines([f"  kvledger audit {served.journal}"], "Next")],
+        plain=lambda: {**audit.plain(report), **more},
         code=code,
     )
 
@@ -95,11 +95,11 @@ def data(demo: Demo, report: AuditReport) -> dict[str, object]:
     """The demo as one object: the audit's fields, and those that only the demo has."""
     expected = demo.injection.expected_invariant if demo.injection else None
     counters, named = _counters(demo) or (None, [])
-    report_data: dict[str, object] = audit_data.plain(report)
+    report_data: dict[str, object] = audit.plain(report)
     return {
         **report_data,
-        "engine_counters": audit_data.plain(counters),
-        "engine_counter_differences": audit_data.plain(named),
+        "engine_counters": audit.plain(counters),
+        "engine_counter_differences": audit.plain(named),
         "lookups": _lookups_data(demo.lookups),
         "engine_preemptions": demo.engine_preemptions,
         "engine_failure": demo.failure,
@@ -118,19 +118,19 @@ def _counters(demo: Demo) -> tuple[PlannedSplit, list[DifferenceData]] | None:
     """The engine's counters as a row. They don't say how many requests they count, hence -1."""
     if demo.counters is None:
         return None
-    named = audit_data.differences(demo.to_counters, "reported", "counters")
-    return audit_data.plan(demo.counters, -1), named
+    named = audit.differences(demo.to_counters, "reported", "counters")
+    return audit.plan(demo.counters, -1), named
 
 
 def _lookups_data(lookups: LookupReport) -> dict[str, object]:
     counters = lookups.counters
     steps = (("admitted", "counters", lookups.to_counters), ("counters", "reported", lookups.to_reported))
     return {
-        "admitted": audit_data.plain(lookups.admitted),
+        "admitted": audit.plain(lookups.admitted),
         "counters": counters and {name: getattr(counters, name) for name in COUNTERS},
-        "reported": audit_data.plain(lookups.reported),
+        "reported": audit.plain(lookups.reported),
         "differences": [
-            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit_data.plain(totals)}
+            {"from": from_, "to": to, "cause": cause, "text": DIFFERENCES[cause], **audit.plain(totals)}
             for from_, to, step in steps
             for cause, totals in step.items()
         ],
@@ -143,13 +143,13 @@ def answer(demo: Demo, report: AuditReport, *, verbose: bool = False) -> Answer:
     ``verbose`` adds the sentences of drifts, work, lookups and one statement.
     """
     remarks = notes([*report.notes, *_refusals(demo), *_preemptions(demo, report)])
-    sources = audit_text.sources(report, _counters(demo))
+    sources = audit.sources(report, _counters(demo))
     if verbose:
-        parts: list[Part] = [audit_text.findings(report.violations, report.found, most=3), sources]
-        parts += [audit_text.work(report.work), *_lookups(demo.lookups), audit_text.external(report.external)]
+        parts: list[Part] = [audit.findings(report.violations, report.found, most=3), sources]
+        parts += [audit.work(report.work), *_lookups(demo.lookups), audit.external(report.external)]
         parts += [] if demo.statement is None else statement.parts(demo.statement)
     else:
-        found = audit_text.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
+        found = audit.findings(report.violations, report.found, most=1, rest="with -v", drifts=False)
         parts = [found, sources]
     return Answer(
         demo,
@@ -173,7 +173,7 @@ def _sentences(demo: Demo, report: AuditReport) -> Iterator[str]:
         else:
             yield Words(f"The injected defect {name} was not found: no {expected}", BAD)
         yield f"The defect: {demo.injection.summary}."
-    yield from audit_text.sentences(report)
+    yield from audit.sentences(report)
     yield Words(f"{served}.", DIM)
     if demo.failure is not None:
         yield Words(f"The engine failed: {demo.failure}", BAD)
@@ -205,7 +205,7 @@ def _lookups(lookups: LookupReport) -> Iterator[Table]:
     if lookups.reported is not None:
         rows += [*_differences(lookups.to_reported), _totals("Reported by the engine", lookups.reported)]
     columns = "tokens | local queries | hits | external queries | hits | lookups"
-    yield Table(rows, columns, "Prefix-cache lookups", f"{_LOOKUPS} {audit_text.WATERFALL}")
+    yield Table(rows, columns, "Prefix-cache lookups", f"{_LOOKUPS} {audit.WATERFALL}")
 
 
 def _totals(label: str, totals: LookupTotals) -> Sum:
@@ -216,7 +216,7 @@ def _totals(label: str, totals: LookupTotals) -> Sum:
 def _differences(step: Differences) -> Iterator[tuple[object, ...]]:
     for cause, totals in step.items():
         figures = (getattr(totals, name) for name in COUNTERS)
-        yield audit_text.difference(cause, DIFFERENCES[cause], figures, abs(totals.lookups))
+        yield audit.difference(cause, DIFFERENCES[cause], figures, abs(totals.lookups))
 
 
 def _next(demo: Demo, report: AuditReport) -> Lines:

@@ -18,7 +18,7 @@ from ...audit.replay.atomic_files import FOLDER
 from ...audit.replay.find import journals_at, short_names
 from ...audit.replay.parallel import Run, here, is_remote
 from ...audit.text import utc
-from ..answer import Answer, Table, bytes_text, counted, records
+from ..answer import Answer, Table, bytes_text, counted, made, records
 
 if TYPE_CHECKING:
     from ..facts.compact import Compacted
@@ -88,8 +88,7 @@ def _compacted_verdict(journal: Path) -> str:
 
 
 def _row(known: JournalFacts, name: str, verdict: str = "") -> JournalRow:
-    values = {each: getattr(known, each) for each in known.__struct_fields__ if each != "path"}
-    return JournalRow(journal=str(known.path), name=name, verdict=verdict, **values)
+    return made(JournalRow, known, journal=str(known.path), name=name, verdict=verdict)
 
 
 def answer(rows: Sequence[JournalRow]) -> Answer:

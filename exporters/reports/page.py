@@ -39,12 +39,12 @@ from ..answer import (
 )
 from ..files import write_whole
 from ..trace.time_series import TICKS, Series, together
-from . import audit_text, block_use, costs, turns, why
-from .audit_data import AuditReport, report
+from . import audit, block_use, costs, turns, why
+from .audit import AuditReport, report
 from .conclusions import SHOWN as SHOWN_CONCLUSIONS
 from .conclusions import conclusions, facts_of_audit, with_costs, with_why
 from .contents import sentences as content_sentences
-from .first_token import FirstTokens
+from .costs import FirstTokens
 from .summary import SummaryRow, summary_row
 from .summary import table as groups_table
 
@@ -262,11 +262,11 @@ def answer(data: PageData) -> Answer:
     )
     drifts = drift_words(report.found)
     verdict = ". ".join(filter(None, (report.examined, drifts, VERDICTS[report.verdict])))
-    work = audit_text.work(report.work)
+    work = audit.work(report.work)
     parts: list[Part] = [
         Table(data.about, " | "),
         Tiles(_tiles(report), ""),
-        Split(_sources(report), "Where prompt tokens came from", audit_text.SOURCES),
+        Split(_sources(report), "Where prompt tokens came from", audit.SOURCES),
         *_rates(data.series, interval),
         Lines(_conclusions(report), "Conclusions"),
         *costs.parts(data.costs),
@@ -291,7 +291,7 @@ def answer(data: PageData) -> Answer:
         Lines([*report.notes, *([report.coverage.limits] if report.coverage.limits else [])]),
         *_meanings(report),
     ]
-    more = [audit_text.DRIFT] if report.drift else []
+    more = [audit.DRIFT] if report.drift else []
     said = [] if report.contents is None else content_sentences(report.contents)
     return Answer(report, [verdict, *more, *said], parts)
 
@@ -351,12 +351,12 @@ def _findings(report: AuditReport) -> Iterator[Lines]:
     """Violations, and drifts."""
     for severity, heading in (("violation", "Violations"), ("drift", "Drifts")):
         rows = [row for row in report.violations if row.severity == severity]
-        yield audit_text.findings(rows, report.found, most=SHOWN_FINDINGS)._replace(title=heading)
+        yield audit.findings(rows, report.found, most=SHOWN_FINDINGS)._replace(title=heading)
 
 
 def _meanings(report: AuditReport) -> Iterator[Lines]:
     """What each invariant with findings promises, and where it was seen broken."""
-    for group in audit_text.by_invariant(report.violations):
+    for group in audit.by_invariant(report.violations):
         invariant = catalogue()[group[0].id]
         texts = f"{invariant.must_hold}\n\n{invariant.violated_when}".replace("``", "").split("\n\n")
         seen = [f"{each.name}: {each.url}" for each in invariant.references]
@@ -477,9 +477,9 @@ def _first_token(found: FirstTokens) -> Bars:
 
 def _reconciliation(report: AuditReport) -> Table:
     """From the ledger's figures to the engine-reported ones; empty where nothing differs."""
-    table = audit_text.sources(report, None)
+    table = audit.sources(report, None)
     rows = table.rows if report.differences else ()
-    return table._replace(rows=rows, title="Ledger and engine-reported figures", legend=audit_text.WATERFALL)
+    return table._replace(rows=rows, title="Ledger and engine-reported figures", legend=audit.WATERFALL)
 
 
 def _journals(report: AuditReport) -> list[tuple[str, str, int]]:

@@ -50,7 +50,7 @@ from ..answer import (
     signed,
 )
 from ..terminal import share_progress
-from .first_token import FirstTokens, later_tokens_sentence
+from .costs import FirstTokens, later_tokens_sentence
 
 CAUSES = ("local", "external", "computed", "unattained", "rework", "overrun", "rejected")
 """Figures of tokens whose differences are printed."""

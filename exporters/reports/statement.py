@@ -18,9 +18,9 @@ from ...audit.analysis.calls import DECODE, PREFILL, CallFigures, CallRequest, c
 from ...audit.ledger.account import AccountStatement, Line
 from ...audit.replay.journals import RequestStatement
 from ..answer import BAD, DIM, DOUBT, Answer, Lines, Part, Records, Sum, Table, Words, counted
-from . import audit_text
-from .audit_data import finding
-from .first_token import FirstTokens, later_tokens_sentence, queued_sentence
+from . import audit
+from .audit import finding
+from .costs import FirstTokens, later_tokens_sentence, queued_sentence
 
 FOLD = 3
 """The least number of consecutive repeated entries that become one line."""
@@ -41,7 +41,7 @@ def answer(request: RequestStatement, *, every_entry: bool = False) -> Answer:
     return Answer(
         request,
         list(_sentences(request)),
-        [*parts(request, every_entry=every_entry), audit_text.findings(rows)],
+        [*parts(request, every_entry=every_entry), audit.findings(rows)],
         Records(Line._fields, request.lines),
         lambda: plain(request),
     )

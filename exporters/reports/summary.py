@@ -20,8 +20,7 @@ from ..answer import DOUBT, Answer, Records, Sum, Table, Words, counted, listed,
 from . import costs as cost
 from .conclusions import conclusions, facts_of_totals
 from .conclusions import with_costs as add_costs
-from .costs import CostReport
-from .first_token import FirstTokens, later_tokens_sentence, queued_sentence
+from .costs import CostReport, FirstTokens, later_tokens_sentence, queued_sentence
 
 if TYPE_CHECKING:
     from ..facts.sums import GroupSums

@@ -30,7 +30,7 @@ from ..csv_cells import csv_of
 from ..sidecar.follower import FollowedJournal, Follower, Notify, ignore
 from ..trace.groups import check, group_key
 from ..trace.request_counts import RequestCounts
-from .audit_data import finding
+from .audit import finding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -290,8 +290,8 @@ def screen(tail: LiveTail) -> Answer:
             Table(rows, f"engine | {columns}"),
             Table(
                 groups[:SHOWN_GROUPS],
-                f"ended requests by {tail.by}=group | requests | prompt=prompt_tokens | hits:% | "
-                "preempted=preemptions",
+                "group | requests | prompt=prompt_tokens | hits:% | preempted=preemptions",
+                f"Ended requests by {tail.by}",
             ),
             Lines(more),
             Lines(list(map(_sentence, tail.newest)), "Newest findings"),

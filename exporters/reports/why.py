@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -168,7 +168,6 @@ def why(
 
 
 def _sampled_rows(found: Sampled) -> list[SampledRow]:
-    rows = sorted(found.blocks.items(), key=lambda row: (-row[1], row[0]))
     return [
         SampledRow(
             cause=cause,
@@ -177,21 +176,26 @@ def _sampled_rows(found: Sampled) -> list[SampledRow]:
             share=found.share(cause),
             margin=found.margins.get(cause),
         )
-        for cause, blocks in rows
+        for cause, blocks in sorted(found.blocks.items(), key=lambda row: (-row[1], row[0]))
     ]
 
 
 def _group_row(name: str, misses: Misses, engine_seconds: float, gpu_hour: float | None) -> WhyGroup:
+    return WhyGroup(group=name, **_sums(misses, engine_seconds, gpu_hour))
+
+
+def _sums(misses: Misses, engine_seconds: float, gpu_hour: float | None) -> dict[str, Any]:
+    """What all requests and each group have: requests, hits, misses, and these by cause, most first."""
     figures = misses.sums.figures
-    return WhyGroup(
-        group=name,
-        requests=figures["requests"],
-        unknown=figures["unknown_requests"],
-        prompt_tokens=figures["prompt_tokens"],
-        hit=figures["local"] + figures["external"],
-        no_hit=misses.sums.missed,
-        causes=_cause_rows(misses, engine_seconds, gpu_hour),
-    )
+    causes = sorted(misses.tokens.items(), key=lambda row: (-row[1], row[0]))
+    return {
+        "requests": figures["requests"],
+        "unknown": figures["unknown_requests"],
+        "prompt_tokens": figures["prompt_tokens"],
+        "hit": figures["local"] + figures["external"],
+        "no_hit": misses.sums.missed,
+        "causes": [_cause_row(misses, *row, engine_seconds, gpu_hour) for row in causes],
+    }
 
 
 def explained(
@@ -199,18 +203,13 @@ def explained(
 ) -> Why:
     """The misses of these engines as data. ``gpu_hour``: the price of an hour of one engine."""
     assert misses.sums.missed == sum(misses.tokens.values()), "the causes do not add up to the misses"
-    figures, preempted = misses.sums.figures, misses.preempted
+    preempted = misses.preempted
     models = [model_row(engine.name, engine.busy_us, engine.model) for engine in engines]
     engine_seconds = sum(row.engine_seconds for row in models)
     levels = list(dict.fromkeys(e.engine.level for e in engines if e.engine and e.engine.level == TOKENS))
     sizes = {engine.block_tokens for engine in engines}
     return Why(
-        requests=figures["requests"],
-        unknown=figures["unknown_requests"],
-        prompt_tokens=figures["prompt_tokens"],
-        hit=figures["local"] + figures["external"],
-        no_hit=misses.sums.missed,
-        causes=_cause_rows(misses, engine_seconds, gpu_hour),
+        **_sums(misses, engine_seconds, gpu_hour),
         notes=[
             *(MORE.format(level=level) for level in levels),
             *(NO_BLOCK_SIZE.format(path=engine.path) for engine in engines if not engine.block_tokens),
@@ -220,16 +219,11 @@ def explained(
         block_size=sizes.pop() if len(sizes) == 1 else 0,
         levels=levels,
         forgotten_hashes=sum(engine.forgotten_hashes for engine in engines),
-        scheduled=figures["scheduled"],
+        scheduled=misses.sums.figures["scheduled"],
         preempted=preempted.tokens,
         more_blocks=preempted.more_blocks,
         sampled=_sampled_rows(sampled),
     )
-
-
-def _cause_rows(misses: Misses, engine_seconds: float, gpu_hour: float | None) -> list[CauseRow]:
-    causes = sorted(misses.tokens.items(), key=lambda row: (-row[1], row[0]))
-    return [_cause_row(misses, cause, tokens, engine_seconds, gpu_hour) for cause, tokens in causes]
 
 
 def _cause_row(

@@ -315,13 +315,6 @@ def test_show_as_json(run: Any, violated: Path) -> None:
     assert "request-0" == data["account"]["request_id"]
 
 
-def test_show_as_csv(run: Any, violated: Path) -> None:
-    lines = list(csv.DictReader(run("show", violated, "request-0", "--format", "csv").out.splitlines()))
-
-    assert ["number", "at", "step", "life", "text", "credit", "debit", "balance"] == list(lines[0])
-    assert any("loaded 160 external tokens" in line["text"] for line in lines)
-
-
 def test_show_searches_several_paths(run: Any, clean: Path, violated: Path) -> None:
     assert "request-0" in run("show", clean, violated, "request-0").out
 
@@ -729,21 +722,6 @@ def test_the_first_line_is_the_answer(
 
 
 # --- analysis -------------------------------------------------------------------------------------------
-
-
-def test_why_has_three_formats(run: Any, clean: Path) -> None:
-    data = json.loads(run("why", clean, "--format", "json").out)
-
-    assert data["no_hit"] == sum(row["tokens"] for row in data["causes"])
-    columns = run("why", clean, "--format", "csv").out.splitlines()[0].split(",")
-    assert ["cause", "text", "tokens", "share", "requests"] == columns[:5]
-    assert "Why prompt tokens missed the caches" in run("why", clean).out
-
-
-def test_diff_as_csv(run: Any, clean: Path, violated: Path) -> None:
-    assert run("diff", clean, violated, "--format", "csv").out.startswith(
-        "name,before,after,of,per\nrequests,1"
-    )
 
 
 def test_report_exits_with_the_code_of_the_audit(run: Any, violated: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
 from kvledger.exporters import writers
 from kvledger.exporters.reports import demo as demo_report
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 
 COUNTERS = {
     'vllm:prompt_tokens_by_source{source="local_cache_hit"}': 0,

@@ -25,13 +25,13 @@ TABLE = Table(
 )
 ANSWER = Answer(
     ROWS,
-    ["violated: see tests/one.", Words("Only in part.", "dim")],
+    ["violated: see tests/one and https://a.client", Words("Only in part.", "dim")],
     [
         TABLE,
         Table([], "a"),
         Lines([]),
         Bars([("x", 1.0, "1")], "Chart"),
-        Lines(["broken"], "One", anchor="tests/one"),
+        Lines(["broken: https://ours"], "One", anchor="tests/one"),
     ],
     records(Row, ROWS, "seconds"),
 )
@@ -39,7 +39,7 @@ ANSWER = Answer(
 
 def test_text_has_the_conclusion_then_tables_with_figures_on_the_right() -> None:
     assert [
-        "violated: see tests/one.",
+        "violated: see tests/one and https://a.client",
         "Only in part.",
         "",
         "Rows",
@@ -49,7 +49,7 @@ def test_text_has_the_conclusion_then_tables_with_figures_on_the_right() -> None
         "sum  1,200     50.0 %  0.500 s",
         "",
         "One",
-        "broken",
+        "broken: https://ours",
     ] == text(ANSWER).splitlines()
 
 
@@ -72,7 +72,8 @@ def test_a_page_escapes_names_and_links_a_name_to_its_section() -> None:
     html = page(ANSWER, "Heading", "title")
 
     assert "&lt;a&gt;" in html and "<a>" not in html
-    assert '<b class="bad">violated</b>: see <a href="#tests-one">tests/one</a>.' in html
+    assert '<b class="bad">violated</b>: see <a href="#tests-one">tests/one</a> and https://a.client<' in html
+    assert 'broken: <a href="https://ours">https://ours</a>' in html
     assert '<section id="tests-one">' in html
     assert 1 == html.count("<table>"), "a table without rows is left out"
 

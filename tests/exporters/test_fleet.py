@@ -21,7 +21,7 @@ from tests.time_limits import HANGS
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.inputs import reading
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.summary import summarize

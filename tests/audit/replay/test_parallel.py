@@ -13,7 +13,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes, here, is_remote, size_bytes
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvledger.audit.events import BlocksMoved, EngineStarted, EngineStopped, Eve
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.facts.compact import compact
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.page import gather
 
 CHANGED = prints((11, 12), (21, 9), (31, 32))

@@ -25,7 +25,7 @@ from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import replayed
 from kvledger.exporters.reports import page as pages
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.why import why

@@ -10,8 +10,8 @@ from tests import journals
 from tests.command_line import exit_code
 
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.exporters.reports import audit_text
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports import audit
+from kvledger.exporters.reports.audit import report
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def test_findings_of_one_invariant_are_one_annotation(tmp_path: Path) -> None:
     """GitHub shows ten annotations of a kind per step."""
     for name in ("one", "two"):
         journals.violated(tmp_path / name)
-    lines = audit_text.github(report(audit_paths([tmp_path]))).splitlines()
+    lines = audit.github(report(audit_paths([tmp_path]))).splitlines()
 
     (line,) = [line for line in lines if "title=tokens/negative" in line]
     assert line.endswith("(2 findings)")
 
 
 def test_a_line_break_and_a_percent_sign_are_escaped() -> None:
-    assert "::error title=a%2Cb::100%25%0Aof" == audit_text._command("error", "a,b", "100%\nof")
+    assert "::error title=a%2Cb::100%25%0Aof" == audit._command("error", "a,b", "100%\nof")

@@ -13,7 +13,7 @@ from kvledger.audit.analysis.costs import LostWork, MoreBlocks
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import Lost, Steps
 from kvledger.exporters.reports import conclusions as rules
-from kvledger.exporters.reports.audit_data import report
+from kvledger.exporters.reports.audit import report
 from kvledger.exporters.reports.conclusions import RULES, Facts, Rule, concluded, conclusions
 from kvledger.exporters.reports.costs import costs_of
 from kvledger.exporters.reports.page import gather

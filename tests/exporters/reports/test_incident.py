@@ -20,9 +20,8 @@ from kvledger.audit.replay.journals import Audit
 from kvledger.audit.text import utc
 from kvledger.exporters.facts.sides import ADAPTER, PRIORITY, TENANT, Side
 from kvledger.exporters.reports.diff import SettingChange
-from kvledger.exporters.reports.incident import NOTHING, incident
+from kvledger.exporters.reports.incident import NOTHING, RULES, Change, felt, incident, likeliest
 from kvledger.exporters.reports.incident import Incident as Found
-from kvledger.exporters.reports.incident_rules import RULES, Change, felt, likeliest
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ from kvledger.audit.analysis.block_states import BlockUse
 from kvledger.audit.analysis.step_model import Coefficient, StepModel
 from kvledger.exporters.answer import written
 from kvledger.exporters.reports import block_use, query
-from kvledger.exporters.reports.costs import model_text
-from kvledger.exporters.reports.first_token import queued_sentence
+from kvledger.exporters.reports.costs import model_text, queued_sentence
 
 
 @pytest.mark.parametrize(

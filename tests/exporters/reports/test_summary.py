@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.exporters.reports.printed import lines as csv_of
 from tests.histories import events
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Gap
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import KeptAccounts
-from kvledger.exporters.reports.summary import ALL, answer, summarize
+from kvledger.exporters.reports.summary import ALL, summarize
 from kvledger.exporters.trace.groups import NO_MATCH
 
 
@@ -82,12 +79,3 @@ def test_an_open_request_waits_until_the_last_event(tmp_path: Path) -> None:
 def test_a_group_that_is_no_key_and_no_pattern_is_refused(golden: Path) -> None:
     with pytest.raises(LedgerError, match="none of engine, model, outcome"):
         summarize([golden], "(")
-
-
-def test_csv_has_every_figure(golden: Path) -> None:
-    rows = summarize([golden], "outcome")
-
-    lines = list(csv.DictReader(io.StringIO(csv_of(answer(rows)))))
-
-    assert [row.group for row in rows] == [line["group"] for line in lines]
-    assert [str(row.local) for row in rows] == [line["local"] for line in lines]

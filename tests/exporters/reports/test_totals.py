@@ -19,8 +19,8 @@ from kvledger.audit.events import Event, Reported, RequestAdded, RequestLabels, 
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.windows import window
 from kvledger.exporters.metrics import values
-from kvledger.exporters.reports import audit_text, page, query
-from kvledger.exporters.reports.audit_data import AuditReport, report
+from kvledger.exporters.reports import audit, page, query
+from kvledger.exporters.reports.audit import AuditReport, report
 from kvledger.exporters.reports.diff import compare
 from kvledger.exporters.reports.tail import LiveTail, line
 from kvledger.exporters.sidecar import pages
@@ -31,7 +31,7 @@ TOTAL = f"{2 * REQUESTS:,} violations"
 CAPS = (
     FINDINGS_KEPT,
     pages.FINDINGS_SHOWN,
-    audit_text.SHOWN_FINDINGS,
+    audit.SHOWN_FINDINGS,
     page.SHOWN_FINDINGS,
 )
 
@@ -66,7 +66,7 @@ def test_the_audit_counts_every_finding(audited: AuditReport):
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_text_has_the_total_and_says_that_the_list_is_cut(audited: AuditReport, verbose: bool):
-    shown = text(audit_text.answer(audited, verbose=verbose))
+    shown = text(audit.answer(audited, verbose=verbose))
 
     assert TOTAL in shown
     assert f"{ID}  in 1,230 requests" in shown
@@ -93,7 +93,7 @@ def test_a_csv_that_is_cut_says_so_beside_the_table(journal: Path, capsys: pytes
 
 
 def test_annotations_have_the_total(audited: AuditReport):
-    (row,) = [row for row in audit_text.github(audited).splitlines() if f"title={ID}" in row]
+    (row,) = [row for row in audit.github(audited).splitlines() if f"title={ID}" in row]
     assert "(1,230 findings)" in row
 
 
@@ -132,10 +132,10 @@ def test_the_total_of_a_window_is_never_less_than_it_says(journal: Path):
     result = report(audit_paths([journal], window=window("2023-01-01", "2024-01-01")))
 
     assert all(row.at_least for row in result.found)
-    assert "at least 2,000 violations" in text(audit_text.answer(result))
+    assert "at least 2,000 violations" in text(audit.answer(result))
 
 
-@pytest.mark.parametrize("outputs", [audit_text.answer, page.html, audit_text.github])
+@pytest.mark.parametrize("outputs", [audit.answer, page.html, audit.github])
 def test_what_stops_the_harm_follows_a_finding_about_blocks(tmp_path: Path, outputs: Any):
     data = page.gather([journals.violated(tmp_path / "one")])
     rows = [replace(row, id="blocks/isolation", stop_now="Reset it.") for row in data.report.violations]
@@ -153,7 +153,7 @@ def test_a_csv_of_findings_has_the_victims_by_tenant_session_and_time(tmp_path: 
     labelled = replace(added, resumable=True, labels=RequestLabels(group="acme"))
     path = journals.write(tmp_path / "one", [labelled if each is added else each for each in stream])
 
-    rows = list(csv.DictReader(lines(audit_text.answer(report(audit_paths([path])))).splitlines()))
+    rows = list(csv.DictReader(lines(audit.answer(report(audit_paths([path])))).splitlines()))
 
     assert {("acme", "request-0", "2023-11-14 22:13:20.000 UTC")} == {
         (row["tenant"], row["session"], row["when"]) for row in rows

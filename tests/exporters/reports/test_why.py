@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.exporters.reports.printed import lines as csv_of
 from tests.histories import events
 
 from kvledger.audit.events import Gap
@@ -17,7 +14,7 @@ from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.facts.misses import Misses, Sampled
 from kvledger.exporters.facts.sums import GroupSums
-from kvledger.exporters.reports.why import answer, explained, why
+from kvledger.exporters.reports.why import explained, why
 
 
 @pytest.fixture
@@ -73,15 +70,6 @@ def test_unknown_requests_are_in_no_figure(tmp_path: Path) -> None:
     result = why([path])
 
     assert (1, 1, 0, []) == (result.requests, result.unknown, result.no_hit, result.causes)
-
-
-def test_csv_has_one_line_per_cause(golden: Path) -> None:
-    result = why([golden])
-
-    lines = list(csv.DictReader(io.StringIO(csv_of(answer(result)))))
-
-    assert [row.cause for row in result.causes] == [line["cause"] for line in lines]
-    assert [str(row.tokens) for row in result.causes] == [line["tokens"] for line in lines]
 
 
 def test_causes_that_do_not_add_up_are_a_defect_of_kvledger() -> None:

@@ -14,8 +14,8 @@ from kvledger.audit.checks.auditor import Found
 from kvledger.audit.events import Gap, RequestAdded
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters import terminal
-from kvledger.exporters.reports import audit_text
-from kvledger.exporters.reports.audit_data import AuditReport, FindingData, report
+from kvledger.exporters.reports import audit
+from kvledger.exporters.reports.audit import AuditReport, FindingData, report
 
 EXAMINED = "at level tokens: counts, progress; not examined: block contents, ownership"
 
@@ -42,12 +42,12 @@ def test_a_finding_says_when_it_was_found_in_utc(tmp_path: Path) -> None:
     row, *_ = report(audit_paths([journals.violated(tmp_path / "one")])).violations
 
     assert "2023-11-14 22:13:20.000 UTC" == row.when
-    assert f"2023-11-14 22:13:20.000 UTC, step {row.step}: " in text(audit_text.findings([row]))
-    assert "    step 7: wrong for a." in text(audit_text.findings([finding("a")]))
+    assert f"2023-11-14 22:13:20.000 UTC, step {row.step}: " in text(audit.findings([row]))
+    assert "    step 7: wrong for a." in text(audit.findings([finding("a")]))
 
 
 def test_every_difference_is_printed_between_its_two_rows(tmp_path: Path) -> None:
-    shown = text(audit_text.answer(report(audit_paths([journals.violated(tmp_path / "one")]))))
+    shown = text(audit.answer(report(audit_paths([journals.violated(tmp_path / "one")]))))
 
     assert (
         """\
@@ -67,7 +67,7 @@ Reported by the engine                      -128       160       168           0
 def test_no_figure_is_cut_and_no_line_is_too_long(tmp_path: Path, width: int, verbose: bool) -> None:
     journals.golden(tmp_path)
     result = report(audit_paths([tmp_path]))
-    shown = text(audit_text.answer(result, verbose=verbose), width)
+    shown = text(audit.answer(result, verbose=verbose), width)
 
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
@@ -90,12 +90,12 @@ def test_a_clean_audit_starts_with_its_verdict_and_sources(tmp_path: Path) -> No
         "KVLEDGER_LEVEL=blocks examines ownership, KVLEDGER_LEVEL=content examines block contents.",
         "",
         "Where prompt tokens came from",
-    ] == text(audit_text.answer(result)).splitlines()[:8]
+    ] == text(audit.answer(result)).splitlines()[:8]
 
 
 def test_a_violated_audit_names_its_invariants_before_any_table(tmp_path: Path) -> None:
     result = report(audit_paths([journals.violated(tmp_path / "one")]))
-    shown = text(audit_text.answer(result))
+    shown = text(audit.answer(result))
 
     assert shown.startswith(f"violated {EXAMINED}\n1 request, 2 violations, 1 preemption\n")
     assert shown.index("violation  tokens/negative") < shown.index("Where prompt tokens came from")
@@ -110,7 +110,7 @@ def with_drifts(result: AuditReport, drifts: int) -> AuditReport:
 
 def test_a_clean_audit_with_drifts_says_so_and_explains_drifts(tmp_path: Path) -> None:
     result = report(audit_paths([journals.clean(tmp_path / "one")]))
-    first, second, third, *_ = text(audit_text.answer(with_drifts(result, 11)), 140).splitlines()
+    first, second, third, *_ = text(audit.answer(with_drifts(result, 11)), 140).splitlines()
 
     assert f"clean {EXAMINED}" == first
     assert "1 request, 0 violations, 11 drifts of 1 kind: 1,240 tokens, 1 preemption" == second
@@ -119,7 +119,7 @@ def test_a_clean_audit_with_drifts_says_so_and_explains_drifts(tmp_path: Path) -
 
 def test_an_unknown_audit_says_that_events_are_missing(tmp_path: Path) -> None:
     path = journals.write(tmp_path / "unknown", [*events(10, "A0+0 s10 o+"), Gap(900, 5, "full")])
-    first, second, third, *_ = text(audit_text.answer(report(audit_paths([path])))).splitlines()
+    first, second, third, *_ = text(audit.answer(report(audit_paths([path])))).splitlines()
 
     assert f"unknown {EXAMINED}" == first
     assert second.startswith("1 request, 0 violations, 1 request unknown")
@@ -128,9 +128,7 @@ def test_an_unknown_audit_says_that_events_are_missing(tmp_path: Path) -> None:
 
 def test_rows_without_a_difference_and_empty_tables_are_not_printed(tmp_path: Path) -> None:
     stream = events(100, "A64+0 s36 o+ F")
-    shown = text(
-        audit_text.answer(report(audit_paths([journals.write(tmp_path / "one", stream)])), verbose=True)
-    )
+    shown = text(audit.answer(report(audit_paths([journals.write(tmp_path / "one", stream)])), verbose=True))
 
     assert "no difference" not in shown
     assert "Indented rows" not in shown
@@ -139,14 +137,14 @@ def test_rows_without_a_difference_and_empty_tables_are_not_printed(tmp_path: Pa
 
 
 def test_a_waterfall_says_how_to_read_its_indented_rows(tmp_path: Path) -> None:
-    shown = text(audit_text.answer(report(audit_paths([journals.violated(tmp_path / "one")]))))
+    shown = text(audit.answer(report(audit_paths([journals.violated(tmp_path / "one")]))))
 
     assert "Indented rows lead from the line above to the line below." in " ".join(shown.split())
 
 
 def test_verbose_adds_work_connector_and_journals(tmp_path: Path) -> None:
     result = report(audit_paths([journals.violated(tmp_path / "one")]))
-    short, full = (text(audit_text.answer(result, verbose=verbose)) for verbose in (False, True))
+    short, full = (text(audit.answer(result, verbose=verbose)) for verbose in (False, True))
 
     for heading in ("What the engine worked on", "What the connector promised", "Journals"):
         assert heading not in short
@@ -159,7 +157,7 @@ def test_verbose_adds_work_connector_and_journals(tmp_path: Path) -> None:
 def test_the_work_table_adds_up(tmp_path: Path) -> None:
     row = journals.titled("speculative: 3 drafts, 1 accepted")
     result = report(audit_paths([journals.write(tmp_path / "one", row.events())]))
-    table = audit_text.work(result.work)
+    table = audit.work(result.work)
     assert table is not None
     shown = text(table)
 
@@ -171,11 +169,11 @@ def test_the_work_table_adds_up(tmp_path: Path) -> None:
 def test_a_path_is_not_read_as_markup(tmp_path: Path) -> None:
     folder = journals.write(tmp_path / "[red]", [RequestAdded(1, 0, "x", 5)])
 
-    assert "[red]" in text(audit_text.answer(report(audit_paths([folder])), verbose=True))
+    assert "[red]" in text(audit.answer(report(audit_paths([folder])), verbose=True))
 
 
 def test_findings_are_grouped_by_invariant() -> None:
-    group = audit_text.findings([finding("a"), finding("b", id="tokens/balance"), finding("c", repeats=2)])
+    group = audit.findings([finding("a"), finding("b", id="tokens/balance"), finding("c", repeats=2)])
     assert group is not None
 
     assert text(group).splitlines() == [
@@ -189,7 +187,7 @@ def test_findings_are_grouped_by_invariant() -> None:
 
 
 def test_many_findings_of_one_invariant_are_cut() -> None:
-    group = audit_text.findings([finding(str(n)) for n in range(1_500)], most=3)
+    group = audit.findings([finding(str(n)) for n in range(1_500)], most=3)
     assert group is not None
     shown = text(group)
 
@@ -198,7 +196,7 @@ def test_many_findings_of_one_invariant_are_cut() -> None:
 
 
 def test_no_findings_print_nothing() -> None:
-    assert "" == text(audit_text.findings([]))
+    assert "" == text(audit.findings([]))
 
 
 @pytest.mark.parametrize("width", ["20", "60", "80"])
@@ -208,7 +206,7 @@ def test_no_figure_is_cut_on_a_narrow_terminal(
     result = report(audit_paths([journals.violated(tmp_path / "one")]))
     monkeypatch.setenv("COLUMNS", width)
 
-    terminal.show(terminal.rendered(audit_text.answer(result, verbose=True)))
+    terminal.show(terminal.rendered(audit.answer(result, verbose=True)))
 
     out = capsys.readouterr().out
     assert "\u2026" not in out
