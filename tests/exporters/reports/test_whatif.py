@@ -87,6 +87,17 @@ def test_whatif_begins_with_the_conclusion_and_its_calibration(run: Run, journal
     assert "4 (present)" in first
 
 
+def test_whatif_of_several_engines_begins_with_the_one_that_gains_most(
+    run: Run, journal: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(journal, tmp_path / "other")
+
+    code, out, _ = run("whatif", tmp_path)
+
+    assert 0 == code
+    assert out.startswith("Of 2 engines, vllm 0.32.0 pid 4000 would gain most by more blocks: ")
+
+
 def test_whatif_as_json_has_the_curve_and_the_second_tier(run: Run, journal: Path) -> None:
     code, out, _ = run("whatif", journal, "--blocks", "4,6", "--tiers", "12KiB", "--format", "json")
     [one] = json.loads(out)["engines"]
