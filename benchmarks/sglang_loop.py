@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.page import ROOT, table
 
 RELEASE = "sglang-0.5.23"
-ROUNDS = 9
+ROUNDS = 5
 KINDS = {
-    "steady": "32 requests decode 200 tokens each",
-    "churn": "160 requests of 8 outputs, 2 arrive in each step",
-    "retraction": "48 requests in a pool in which they are retracted, prompts in chunks",
+    "steady": "32 requests decode 400 tokens each",
+    "churn": "1,600 requests of 8 outputs, 2 arrive in each step",
+    "retraction": "192 requests in a pool in which they are retracted, prompts in chunks",
 }
 ARGUMENTS = {"max_running_requests": 32, "max_total_tokens": 16_384, "disable_overlap_schedule": False}
 
@@ -38,9 +38,9 @@ def plan_of(kind: str, plan: object) -> None:
     assert isinstance(plan, Plan)
     numbers = random.Random(1)
     requests, prompt, outputs, every = {
-        "steady": (32, 16, 200, 0),
-        "churn": (160, 16, 8, 0.5),
-        "retraction": (48, 100, 60, 2),
+        "steady": (32, 16, 400, 0),
+        "churn": (1_600, 16, 8, 0.5),
+        "retraction": (192, 100, 60, 2),
     }[kind]
     for place in range(requests):
         tokens = [numbers.randrange(2, 500) for _ in range(prompt)]
