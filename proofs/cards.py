@@ -77,7 +77,7 @@ options.
 def card(name: str, options: list[str], variables: Mapping[str, str] = PLAIN, title: str = "") -> str:
     """One connector's card in Markdown."""
     done = subprocess.run(
-        [ROOT / ".venv/bin/kvledger", "conformance", name, "--format", "markdown", *options],
+        [ROOT / ".venv/bin/kvledger", "conformance", name, "--format", "markdown", "-v", *options],
         cwd=ROOT,
         env={**variables, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
         timeout=600,

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 from kvledger.audit.conformance.observed_engines import ObservedEngines
 from kvledger.audit.conformance.scorecard import DISAGGREGATED, ScoreCard, score
 from kvledger.audit.conformance.situations import SITUATIONS
-from kvledger.exporters.reports.conformance import markdown
+from kvledger.exporters.reports.conformance import answer
+from kvledger.exporters.writers import markdown
 
 MODULE = Path(__file__).with_name("paired.py")
 NOT_REACHED = {"hit after a deferred lookup", "hit on part of the prompt", "resumed after saving more"}
@@ -47,7 +48,7 @@ def test_external_tokens_equal_the_tokens_that_the_other_engine_prefilled(honest
 
 
 def test_the_score_card_states_that_it_is_between_two_engines(honest: ScoreCard):
-    assert ", between two engines; its connector metadata is opaque" in markdown(honest)
+    assert ", between two engines; its connector metadata is opaque" in markdown(answer(honest))
 
 
 @pytest.mark.parametrize("name", ["HastyConnector", "SwappedConnector"])

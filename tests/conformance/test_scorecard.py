@@ -10,7 +10,8 @@ from kvledger.audit import events as ev
 from kvledger.audit.conformance.scorecard import ScoreCard, SituationResult, score
 from kvledger.audit.conformance.situations import SITUATIONS
 from kvledger.audit.errors import LedgerError
-from kvledger.exporters.reports.conformance import markdown
+from kvledger.exporters.reports.conformance import answer
+from kvledger.exporters.writers import markdown
 
 MODULE = Path(__file__).with_name("connectors.py")
 STORE = {"store": "{folder}"}
@@ -84,7 +85,7 @@ def test_a_hit_that_leaves_one_token_is_not_a_hit_on_part_of_the_prompt(external
 
 
 def test_the_page_has_one_row_for_a_situation_under_both_schedulers(cards: dict[str, ScoreCard]):
-    page = markdown(cards["HonestConnector"])
+    page = markdown(answer(cards["HonestConnector"], verbose=True))
 
     assert "| hit on part of the prompt | clean | clean |" in page
 
