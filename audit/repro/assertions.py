@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 from ..checks.registry import Violation
 from ..ledger.account import Account
 from ..ledger.blocks.reads import HASHED_OTHERWISE
+from ..traffic.script import Check
 from . import engine_figures
-from .workload import Check
 
 When = Literal["now", "end", "before"]
 """When the figure is read: after the operation that found it, after the script, or, for a figure that an

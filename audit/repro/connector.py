@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from ..engines.connector_metadata import register
 from ..engines.connector_metadata.metadata_reader import MetadataReader
-from .workload import Answer
+from ..traffic.script import Answer
 
 
 @dataclass(frozen=True)

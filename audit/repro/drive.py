@@ -18,8 +18,8 @@ from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
 from ..conformance.runner import ModelStep, Runner, tokens
 from ..journal.memory_recorder import MemoryRecorder
 from ..ledger.account import Line
+from ..traffic.script import OUT, Check, Op, Request, Segment, Workload
 from . import assertions
-from .workload import OUT, Check, Op, Request, Segment, Workload
 
 MOST_STEPS = 4_000
 """A script that schedules more steps than this is not driven to its end."""

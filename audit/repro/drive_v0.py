@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..conformance.driver_v0 import V0Driver, V0Setup
-from .workload import Op, Segment, Workload
+from ..traffic.script import Op, Segment, Workload
 
 
 class V0Engine:

@@ -16,7 +16,7 @@ from unittest import mock
 
 from ..conformance.driver import Driver
 from ..conformance.engine_setup import EngineSetup
-from .workload import Answer, Request
+from ..traffic.script import Answer, Request
 
 CHUNK_TOKENS = 256
 """LMCache's default chunk."""

@@ -22,9 +22,10 @@ import msgspec
 
 from ..conformance.driver_v0 import V0Setup
 from ..conformance.engine_setup import EngineSetup
-from .cut_journal import Cut, Happened, NotRebuilt, Output, Repeat, Row, Step
+from ..traffic.reader import RecordedRequest
+from ..traffic.script import OUT, Answer, Op, Request, Scheduled, Segment, Workload
+from .cut_journal import Cut, NotRebuilt
 from .lmcache_store import CHUNK_TOKENS
-from .workload import OUT, Op, Request, Segment, Workload
 
 MOST_REPEATS = 400
 """Most repetitions of an unchanged step that a script has in a row; the rest can't matter to a cache."""
@@ -52,7 +53,9 @@ SETTINGS = (
     "load_failure_policy",
     "preemption_mode",
 )
-_KINDS = {2: "full", 1: "sliding", 0: "cross"}
+_KINDS = {"chunked": "sliding", "mamba": "cross"}
+"""Groups that a file of a reproduction has no words for, and those that come nearest."""
+
 _DEFAULTS = EngineSetup()
 
 
@@ -90,23 +93,23 @@ def _choices(cut: Cut, target: list[int], beside: list[int]) -> Iterator[list[in
         if count < len(beside):
             yield [*target, *beside[:count]]
     yield [*target, *beside]
-    yield [*target, *cut.rows]
+    yield [*target, *cut.requests]
 
 
 def _beside(cut: Cut) -> list[int]:
     """The requests that ran while the finding's request ran or waited, those of most such steps first."""
     common: dict[int, int] = {}
     running: set[int] = set()
-    came = cut.target < 0 or not cut.rows[cut.target].added
-    for item in cut.items:
-        if type(item) is Step:
-            running -= set(item.dropped)
-            running |= set(item.changed)
-        elif type(item) is Happened and item.what in ("preempt", "abort"):
-            running.discard(item.request)
-        came = came or (type(item) is Happened and item.what == "add" and item.request == cut.target)
-        if type(item) in (Step, Repeat) and came:
-            times = item.times if type(item) is Repeat else 1
+    came = cut.target < 0 or cut.target not in cut.added
+    for op in cut.script:
+        if op.step is not None:
+            running -= {*op.step.dropped, *op.step.preempted}
+            running |= set(op.step.changed)
+        elif op.do in ("preempt", "abort"):
+            running.discard(int(op.request))
+        came = came or (op.do == "add" and op.request == str(cut.target))
+        if op.do in ("schedule", "repeat") and came:
+            times = op.count if op.do == "repeat" else 1
             for number in running:
                 common[number] = common.get(number, 0) + times
     common.pop(cut.target, None)
@@ -117,17 +120,21 @@ def _with_donors(cut: Cut, chosen: list[int]) -> frozenset[int]:
     """The chosen requests, and for each hit on recorded blocks the last request before that cached them."""
     kept, todo = set(chosen), list(chosen)
     while todo:
-        row = cut.rows[todo.pop()]
-        if row.hit <= 0 or row.hit not in row.hashes:
+        number = todo.pop()
+        hit = _hit(cut.requests[number])
+        wanted = cut.hashes[number].get(hit)
+        if wanted is None or any(cut.hashes[other].get(hit) == wanted for other in kept if other < number):
             continue
-        wanted = row.hashes[row.hit]
-        if any(cut.rows[other].hashes.get(row.hit) == wanted for other in kept if other < row.number):
-            continue
-        earlier = [n for n, each in cut.rows.items() if n < row.number and each.hashes.get(row.hit) == wanted]
+        earlier = [other for other, each in cut.hashes.items() if other < number and each.get(hit) == wanted]
         if earlier:
             kept.add(max(earlier))
             todo.append(max(earlier))
     return frozenset(kept)
+
+
+def _hit(row: RecordedRequest) -> int:
+    """The local hit of its first admission; -1: it was not admitted."""
+    return row.hits[0][0] if row.hits else -1
 
 
 # --- the engine -----------------------------------------------------------------------------------------
@@ -145,10 +152,10 @@ def engine_of(cut: Cut) -> dict[str, Any]:
         settings["connector"] = _connector(str(connector), cut.seen.id)
     groups = int(recorded.get("groups") or 1)
     if groups > 1:
-        kinds = cut.groups if len(cut.groups) == groups else (2,) + (1,) * (groups - 1)
-        settings["groups"] = [_KINDS.get(kind, "full") for kind in kinds]
+        kinds = cut.groups if len(cut.groups) == groups else ["full", *["sliding"] * (groups - 1)]
+        settings["groups"] = [_KINDS.get(kind, kind) for kind in kinds]
         settings["sliding_window"] = recorded.get("sliding_window") or _DEFAULTS.sliding_window
-    if cut.rows and all(row.pooling for row in cut.rows.values()):
+    if cut.requests and all(row.pooling for row in cut.requests.values()):
         settings["pooling"] = True
     if settings.get("max_batched_tokens", 1 << 20) < settings.get("max_model_len", 0):
         settings.setdefault("chunked_prefill", True)
@@ -267,26 +274,16 @@ def _longest(request: Request) -> int:
 class _Slot:
     """A scheduled step while a script is built. ``needed``: the chosen requests run or happen in it."""
 
-    __slots__ = ("accepted", "drafts", "failed", "loaded", "needed", "sent", "whole")
+    __slots__ = ("answer", "needed")
 
-    def __init__(self) -> None:
-        self.needed = False
-        self.drafts: dict[int, int] = {}
-        """Draft tokens of each chosen request, by its number."""
-        self.accepted: dict[str, int] = {}
-        """How many of them the recorded engine accepted, by the name of the request in the script."""
-        self.failed: dict[str, tuple[int, int]] = {}
-        """The first and the last block, as a range, that a load reported failed, by name."""
-        self.whole: list[str] = []
-        """Names of requests whose load failed as a whole."""
-        self.loaded: list[str] = []
-        """Names of requests whose asynchronous load finished with this step's output."""
-        self.sent: list[str] = []
-        """Names of ended requests whose blocks were sent with this step's output."""
+    def __init__(self, *, needed: bool = False) -> None:
+        self.needed = needed
+        self.answer = Op("output")
+        """Its output, with what it reports of the chosen requests, by their names in the script."""
 
 
 class _Build:
-    """Walks a cut's items once, for one choice of requests."""
+    """Walks a cut's script once, for one choice of requests."""
 
     def __init__(self, cut: Cut, kept: frozenset[int], *, late: bool) -> None:
         self.cut = cut
@@ -300,29 +297,22 @@ class _Build:
         self.budgets: list[int] = []
         """Tokens of the chosen requests in steps that cut one of their prompts short."""
         self._kept = kept
-        self._rows = [row for number, row in sorted(cut.rows.items()) if number in kept]
-        """The rows of the chosen requests, in the order in which they came."""
+        self._rows = [row for number, row in sorted(cut.requests.items()) if number in kept]
+        """The chosen requests, in the order in which they came."""
         self._names = {row.number: f"r{place}" for place, row in enumerate(self._rows, 1)}
         """The name of each chosen request in the script."""
+        self._renamed = {str(number): name for number, name in self._names.items()}
+        """The same by its name in the cut's script."""
         self._size = int(cut.configuration.get("block_size") or _DEFAULTS.block_size)
         """Tokens of a block."""
         self._ops: list[Op | tuple[str, _Slot]] = []
         """The script so far; a step stands in it twice, as ``schedule`` and as ``output``, with its slot."""
-        self._running: dict[int, tuple[int, int]] = {}
-        """Scheduled tokens and draft tokens of each chosen request in the last step."""
+        self._running: dict[int, int] = {}
+        """Scheduled tokens of each chosen request in the last step."""
         self._computed: dict[int, int] = {}
         """The engine's count of computed tokens after the last step, by request."""
-        self._hits: dict[int, int] = {}
-        """Where the hits of its last admission end, local and external together, by request."""
-        self._sampled: dict[int, int] = {}
-        """How many tokens each request sampled in its last output."""
         self._in_flight: deque[_Slot] = deque(_Slot() for _ in range(cut.undelivered))
         """Scheduled steps without an output, oldest first."""
-        self._answered: _Slot | None = None
-        """The step whose output came last, until the next step is scheduled."""
-        self._failing: list[tuple[int, int]] = []
-        """Requests whose load failed since the last output, each with the first position that was not loaded.
-        """
         self._needed = False
         """Whether the next step must be in the script although no chosen request runs in it."""
         self._ended: set[int] = set()
@@ -331,25 +321,25 @@ class _Build:
 
     def workload(self) -> Workload:
         self._begin()
-        for item in self.cut.items:
-            kind = type(item)
-            if kind is Step:
-                self._stepped(item)  # type: ignore[arg-type]
-            elif kind is Output:
-                self._output(item.sampled)  # type: ignore[union-attr]
-            elif kind is Repeat:
-                self._repeat(item.times)  # type: ignore[union-attr]
-            elif item.request < 0 or item.request in self._kept:  # type: ignore[union-attr]
-                self._happened(item)  # type: ignore[arg-type]
+        for op in self.cut.script:
+            if op.do == "schedule":
+                self._schedule(op.step, empty=op.count > 0)
+            elif op.do == "output":
+                self._output(op)
+            elif op.do == "repeat":
+                self._repeat(op)
+            elif op.do == "reset":
+                self._ops.append(Op("reset", running=op.running))
+            elif op.request in self._renamed:
+                self._happened(op, int(op.request))
         self._finish()
-        script = self._script()
         requests = self._requests()
         warm = self._warmers(requests)
         return Workload(
             release=self.cut.seen.release,
             engine=engine_of(self.cut),
             requests={**{name: request for name, (request, _) in warm.items()}, **requests},
-            script=(*(op for _, ops in warm.values() for op in ops), *script),
+            script=(*(op for _, ops in warm.values() for op in ops), *self._script()),
         )
 
     # --- the script ---------------------------------------------------------------------------------------
@@ -358,107 +348,74 @@ class _Build:
         """Add the chosen requests that were there before the cut, and let them compute what they had."""
         budget = int(self.cut.configuration.get("max_batched_tokens") or _DEFAULTS.max_batched_tokens)
         for row in self._rows:
-            if not row.added:
+            if row.number not in self.cut.added:
                 self._ops.append(Op("add", self._names[row.number]))
-                for _ in range(1 + row.sequence // budget):
-                    self._pair()
+                self._pairs(1 + row.prompt // budget)
 
-    def _pair(self) -> _Slot:
-        slot = _Slot()
-        slot.needed = True
-        self._ops += [("schedule", slot), ("output", slot)]
-        return slot
+    def _pairs(self, times: int) -> None:
+        for _ in range(times):
+            slot = _Slot(needed=True)
+            self._ops += [("schedule", slot), ("output", slot)]
 
-    def _stepped(self, item: Step) -> None:
-        running, kept = self._running, self._kept
-        for number in item.dropped:
-            running.pop(number, None)
-        for number, (tokens, drafts, computed) in item.changed.items():
-            if number in kept:
-                running[number] = (tokens, drafts)
-                self._computed[number] = computed - tokens
-        self._schedule(item.changed)
-
-    def _schedule(self, changed: Any = ()) -> None:
-        slot = _Slot()
-        slot.needed = bool(self._running) or self._needed
-        slot.drafts = {number: drafts for number, (_, drafts) in self._running.items() if drafts}
+    def _schedule(self, step: Scheduled | None = None, *, empty: bool = False) -> None:
+        step = step or Scheduled()
+        for number in filter(self._kept.__contains__, step.preempted):
+            self._preempted(number, by_blocks=True)
+        for number, end in step.admitted:
+            if number in self._kept:
+                if self._waiting is not None and number in self._waiting:
+                    self._come(number)
+                self._needed, self._computed[number] = True, end
+        for number in step.dropped:
+            self._running.pop(number, None)
+        for number, (tokens, _, computed) in step.changed.items():
+            if number in self._kept:
+                self._running[number], self._computed[number] = tokens, computed - tokens
+        slot = _Slot(needed=(bool(self._running) and not empty) or self._needed)
         self._needed = False
-        self._answered = None
-        total = 0
-        for number, (tokens, _) in self._running.items():
-            self._computed[number] = self._computed.get(number, 0) + tokens
-            total += tokens
-        for number in changed:
-            if number in self._running:
-                row = self.cut.rows[number]
-                if self._computed[number] < row.prompt and self._running[number][0] > 1:
-                    self._budget(total)
+        if not empty:
+            self._count(step)
         self._in_flight.append(slot)
         self._ops.append(("schedule", slot))
 
-    def _budget(self, total: int) -> None:
-        if total not in self.budgets and len(self.budgets) < 4:
-            self.budgets.append(total)
+    def _count(self, step: Scheduled) -> None:
+        for number, tokens in self._running.items():
+            self._computed[number] = self._computed.get(number, 0) + tokens
+        total = sum(self._running.values())
+        for number in step.changed:
+            row = self.cut.requests.get(number)
+            cut_short = number in self._running and row is not None and self._computed[number] < row.prompt
+            if cut_short and self._running[number] > 1 and total not in self.budgets[:4]:
+                self.budgets = [*self.budgets, total][:4]
 
-    def _output(self, sampled: dict[int, int]) -> None:
-        for number, count in sampled.items():
-            if number in self._kept:
-                self._sampled[number] = count
+    def _output(self, op: Op) -> None:
         slot = self._in_flight.popleft() if self._in_flight else _Slot()
-        for number, drafts in slot.drafts.items():
-            accepted = min(drafts, max(0, self._sampled.get(number, 1) - 1))
-            if accepted:
-                slot.accepted[self._names[number]] = accepted
-        for number, first in self._failing:
-            self._fail(slot, number, first)
-        self._failing = []
-        self._answered = slot
+        slot.answer = op.renamed(self._renamed)
+        slot.answer.do = "output"  # also of a step that is repeated
+        slot.needed |= any(field != "accepted" for field in slot.answer.details)
         self._ops.append(("output", slot))
 
-    def _fail(self, slot: _Slot, number: int, first: int) -> None:
-        end = math.ceil(self._hits.get(number, first + self._size) / self._size)
-        slot.needed = True
-        slot.failed[self._names[number]] = (first // self._size, max(end, first // self._size + 1))
-
-    def _repeat(self, times: int) -> None:
+    def _repeat(self, op: Op) -> None:
         idle = not self._running and not self._needed
-        most = len(self._in_flight) + 1 if idle else MOST_REPEATS
-        for _ in range(min(times, most)):
+        most = min(op.count, len(self._in_flight) + 1 if idle else MOST_REPEATS)
+        for place in range(1, most + 1):
             self._schedule()
-            self._output({})
+            self._output(op if place == most else Op("output"))
 
-    def _happened(self, item: Happened) -> None:
-        name = self._names.get(item.request, "")
-        match item.what:
+    def _happened(self, op: Op, number: int) -> None:
+        match op.do:
             case "add" if self._waiting is not None:
-                self._waiting.add(item.request)
+                self._waiting.add(number)
             case "add" | "chunk":
-                self._come(item.request)
+                self._come(number)
             case "abort" | "close":
-                if self._waiting is not None and item.request in self._waiting:
-                    self._come(item.request)
-                if item.request not in self._ended:
-                    self._ops.append(Op(item.what, name))
-                self._ended.add(item.request)
-            case "reset":
-                self._ops.append(Op("reset", running=bool(item.tokens)))
-            case "admit":
-                if self._waiting is not None and item.request in self._waiting:
-                    self._come(item.request)
-                self._needed = True
-                self._hits[item.request] = item.tokens
-                self._computed[item.request] = item.tokens
+                if self._waiting is not None and number in self._waiting:
+                    self._come(number)
+                if number not in self._ended:
+                    self._ops.append(Op(op.do, self._names[number]))
+                self._ended.add(number)
             case "preempt" | "lost":
-                self._needed = True
-                if item.what == "preempt":
-                    self._pool_was_full(item)
-                self._running.pop(item.request, None)
-                self._computed.pop(item.request, None)
-            case "failed":
-                self._failing.append((item.request, item.tokens))
-            case "loaded" | "sent":
-                self._transferred(item.what, item.request, name)
+                self._preempted(number, by_blocks=op.do == "preempt")
 
     def _come(self, number: int) -> None:
         """The request, or its next chunk, comes now."""
@@ -467,59 +424,33 @@ class _Build:
         self._ops.append(Op("add", self._names[number]))
         self._needed = True
 
-    def _transferred(self, what: str, number: int, name: str) -> None:
-        """A transfer finished with the last output, or with the output of an empty step, of which no event
-        tells."""
-        slot = self._answered or self._pair()
-        slot.needed = True
-        (slot.loaded if what == "loaded" else slot.sent).append(name)
-        for failed, first in self._failing:
-            self._fail(slot, failed, first)
-        self._failing = []
-
-    def _pool_was_full(self, item: Happened) -> None:
+    def _preempted(self, number: int, *, by_blocks: bool) -> None:
+        self._needed = True
         held = sum(
             math.ceil(tokens / self._size)
-            for number, tokens in self._computed.items()
-            if number in self._running or number == item.request
+            for each, tokens in self._computed.items()
+            if each in self._running or each == number
         )
-        if held + 1 not in self.full_pools and len(self.full_pools) < 6:
+        if by_blocks and held + 1 not in self.full_pools and len(self.full_pools) < 6:
             self.full_pools.append(held + 1)
+        self._running.pop(number, None)
+        self._computed.pop(number, None)
 
     def _finish(self) -> None:
         """Answer what is in flight, and go on for a while, so that figures of the end can be read."""
         for number in sorted(self._waiting or ()):
             self._come(number)
         while self._in_flight:
-            self._output({})
-        left = [row for row in self._rows if row.number not in self._ended]
-        if left:
-            for _ in range(48):
-                self._pair()
+            self._output(Op("output"))
+        if any(row.number not in self._ended for row in self._rows):
+            self._pairs(48)
 
-    def _script(self) -> tuple[Op, ...]:
-        script: list[Op] = []
+    def _script(self) -> Iterator[Op]:
         for op in self._ops:
             if isinstance(op, Op):
-                script.append(op)
-                continue
-            do, slot = op
-            if not slot.needed:
-                continue
-            if do == "schedule":
-                script.append(Op("schedule"))
-            else:
-                script.append(
-                    Op(
-                        "output",
-                        accepted=slot.accepted,
-                        failed=slot.failed,
-                        failed_whole=tuple(slot.whole),
-                        loaded=tuple(slot.loaded),
-                        sent=tuple(slot.sent),
-                    )
-                )
-        return tuple(script)
+                yield op
+            elif op[1].needed:
+                yield Op("schedule") if op[0] == "schedule" else op[1].answer
 
     # --- the requests -------------------------------------------------------------------------------------
 
@@ -531,7 +462,7 @@ class _Build:
             name = self._names[row.number]
             prompt = self._prompt(row, name, sequences)
             sequences[row.number] = (*prompt, (name + OUT, 1 << 20))
-            lengths = [row.sequence, *row.chunks]
+            lengths = [row.prompt, *(chunk.end for chunk in row.chunks)]
             chunks = tuple(
                 ((f"{name} chunk {place}", max(1, length - before)),)
                 for place, (before, length) in enumerate(itertools.pairwise(lengths), 1)
@@ -548,52 +479,66 @@ class _Build:
                 chunks=chunks if row.resumable else (),
                 salt=salt,
                 lora=lora,
-                answers=tuple(row.found if self._finds else row.answers),
-                hold=row.hold,
+                answers=tuple(self._answers(row)),
+                hold=row.hold_us >= 0,
             )
         return built
 
-    def _prompt(self, row: Row, name: str, sequences: dict[int, tuple[Segment, ...]]) -> tuple[Segment, ...]:
+    def _answers(self, row: RecordedRequest) -> Iterator[Answer]:
+        """The connector's answers, or what its store had at each admission."""
+        if self._finds:
+            yield from (external and local + external for local, external in row.hits)
+            return
+        for answer in row.answers:
+            if answer is None:
+                yield None
+            elif not answer[2]:  # the others were asked again until they were admitted
+                held, asynchronous, _, local = answer
+                external = held and held - local
+                yield (external, True) if asynchronous else external
+
+    def _prompt(
+        self, row: RecordedRequest, name: str, sequences: dict[int, tuple[Segment, ...]]
+    ) -> tuple[Segment, ...]:
         """The prompt: what it shares with an earlier request by recorded hashes, then its own tokens."""
         shared, donor = 0, -1
-        for other, each in ((o, self.cut.rows[o]) for o in sequences):
-            common = [end for end, hash_id in row.hashes.items() if each.hashes.get(end) == hash_id]
+        mine = self.cut.hashes[row.number]
+        for other in sequences:
+            common = [end for end, hash_id in mine.items() if self.cut.hashes[other].get(end) == hash_id]
             if max(common, default=0) > shared:
                 shared, donor = max(common), other
-        shared = min(shared, row.sequence)
+        shared = min(shared, row.prompt)
         begins = _first(sequences[donor], shared) if donor >= 0 else ()
-        own = row.sequence - shared
+        own = row.prompt - shared
         return (*begins, (name, own)) if own else begins
 
     def _warmers(self, requests: dict[str, Request]) -> dict[str, tuple[Request, list[Op]]]:
         """Requests that cache the prefixes which the chosen requests hit and none of them had cached."""
         warm: dict[str, tuple[Request, list[Op]]] = {}
         for place, row in enumerate(self._rows):
-            if row.hit <= 0:
+            hit = _hit(row)
+            if hit <= 0:
                 continue
             prompt = requests[self._names[row.number]].prompt
             earlier = [requests[self._names[each.number]].prompt for each in self._rows[:place]]
             earlier += [request.prompt for request, _ in warm.values()]
-            if any(_common(prompt, other) >= row.hit for other in earlier):
+            if any(_common(prompt, other) >= hit for other in earlier):
                 continue
             name = f"w{len(warm) + 1}"
-            request = Request(prompt=(*_first(prompt, row.hit), (name, 1)), max_tokens=1)
+            request = Request(prompt=(*_first(prompt, hit), (name, 1)), max_tokens=1)
             budget = int(self.cut.configuration.get("max_batched_tokens") or _DEFAULTS.max_batched_tokens)
-            steps = [op for _ in range(2 + row.hit // budget) for op in (Op("schedule"), Op("output"))]
+            steps = [op for _ in range(2 + hit // budget) for op in (Op("schedule"), Op("output"))]
             warm[name] = (request, [Op("add", name), *steps])
             self.assumed.append(
-                f"The {row.hit} tokens that a request {HIT_OF_UNSEEN}; another one caches them here."
+                f"The {hit} tokens that a request {HIT_OF_UNSEEN}; another one caches them here."
             )
         return warm
 
 
-def _isolation(row: Row, classes: dict[tuple[int, ...], str]) -> tuple[str, int]:
+def _isolation(row: RecordedRequest, classes: dict[tuple[int, ...], str]) -> tuple[str, int]:
     """Names for a request's classes: its salt's and its adapter's."""
-    if not row.isolation or not any(row.isolation[:2]):
-        return "", 0
-    salt, lora = row.isolation[:2]
-    name = classes.setdefault((0, salt), f"s{len(classes) + 1}") if salt else ""
-    number = int(classes.setdefault((1, lora), str(len(classes) + 1))) if lora else 0
+    name = classes.setdefault((0, row.salt), f"s{len(classes) + 1}") if row.salt else ""
+    number = int(classes.setdefault((1, row.lora), str(len(classes) + 1))) if row.lora else 0
     return name, number
 
 
@@ -629,5 +574,5 @@ def require_rebuildable(cut: Cut) -> None:
         name: recorded[name] for name in (*SETTINGS, "sliding_window") if recorded.get(name) is not None
     }
     require_types(settings, v0=_is_v0(recorded))
-    if not any(type(item) in (Step, Repeat) for item in cut.items):
+    if not any(op.do in ("schedule", "repeat") for op in cut.script):
         raise NotRebuilt("The journal has no step before the finding: its earlier segments are gone.")

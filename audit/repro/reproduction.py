@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..replay.parallel import cores
+from ..traffic.script import Check, Workload
 from . import assertions
 from .choose_finding import Seen, choose
 from .cut_journal import Cut, NotRebuilt, cut
@@ -22,7 +23,6 @@ from .drive import Found, Outcome
 from .rebuild import HIT_OF_UNSEEN, Rebuilt, candidates, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
-from .workload import Check, Workload
 
 Progress = Callable[[str, int, int, int], None]
 """Called with the phase, the candidates driven, and the requests and steps of the smallest so far."""
@@ -246,7 +246,7 @@ class _Search:
         return {
             "seen": part.seen,
             "release": part.seen.release,
-            "requests_before": part.requests,
+            "requests_before": part.came,
             "steps_before": part.steps,
             "seconds": time.monotonic() - self._began,
             "driven": self._pool.driven,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..conformance.engine_setup import EngineSetup
+from ..traffic.script import OUT, Op, Request, Segment, Workload
 from .drive import Outcome
 from .workers import OutOfTime, Pool
-from .workload import OUT, Op, Request, Segment, Workload
 
 _DEFAULTS = EngineSetup()
 _KEPT_SETTINGS = ("scheduler", "connector", "asynchronous", "chunk_tokens")
@@ -368,17 +368,6 @@ def renamed(workload: Workload) -> Workload:
     def segments(prompt: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple((family(name), count) for name, count in prompt)
 
-    def op(each: Op) -> Op:
-        named = {
-            field: {names[n]: value for n, value in getattr(each, field).items() if n in names}
-            for field in ("accepted", "failed")
-        }
-        listed = {
-            field: tuple(names[n] for n in getattr(each, field) if n in names)
-            for field in ("failed_whole", "loaded", "sent")
-        }
-        return replace(each, request=names.get(each.request, ""), **named, **listed)
-
     requests = {
         names[name]: replace(
             workload.requests[name],
@@ -390,4 +379,4 @@ def renamed(workload: Workload) -> Workload:
         )
         for name in order
     }
-    return replace(workload, requests=requests, script=tuple(map(op, workload.script)))
+    return replace(workload, requests=requests, script=tuple(op.renamed(names) for op in workload.script))

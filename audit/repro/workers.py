@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from ..errors import LedgerError
+from ..traffic.script import Workload
 from .drive import Outcome, drive
 from .vllm_process import Line, VllmProcess, serve_lines
-from .workload import Workload
 
 LONGEST_DRIVE_SECONDS = 60.0
 """A candidate that takes longer is given up: the scheduler may run without end."""

@@ -21,10 +21,10 @@ class RecordedConnector(WorkloadConnector):
         answers: Any = self.answers.get(request.request_id)
         if not answers or answers[0] is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        held, asynchronous, attempts = answer = answers[0]
+        held, asynchronous, attempts, local = answer = answers[0]
         answers[0] = max(0, held - num_computed_tokens), asynchronous
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        answers[0] = answer if attempts < 2 else (held, asynchronous, attempts - 1)
+        answers[0] = answer if attempts < 2 else (held, asynchronous, attempts - 1, local)
         if attempts == 1:
             answers.popleft()
         return found

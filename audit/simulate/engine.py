@@ -23,23 +23,9 @@ from ..conformance.driver import Driver
 from ..conformance.engine_setup import STOP_TOKEN, EngineSetup, build_request
 from ..conformance.runner import FIRST_TOKEN, ModelStep, Runner
 from ..journal.memory_recorder import MemoryRecorder
+from ..traffic.reader import MOST_DEFERRED, RecordedRequest, Traffic
+from ..traffic.script import Op
 from .rows import Counting, Run
-from .traffic import (
-    ABORT,
-    ADD,
-    CHUNK,
-    CLOSE,
-    EMPTY,
-    MOST_DEFERRED,
-    OUTPUT,
-    PREEMPT,
-    REPEAT,
-    RESET,
-    SCHEDULE,
-    Op,
-    SimulatedRequest,
-    Traffic,
-)
 
 TAKEN_EVERY = 64
 """Steps after which the ledger takes the events."""
@@ -82,7 +68,7 @@ class _Content:
 
     __slots__ = ("_hashes", "_last", "_number", "_size")
 
-    def __init__(self, request: SimulatedRequest, size: int) -> None:
+    def __init__(self, request: RecordedRequest, size: int) -> None:
         self._hashes = request.hash_ids()
         """The hash id of each full block."""
         self._number, self._size = request.number, size
@@ -115,7 +101,7 @@ class _Open:
 
     __slots__ = ("content", "drafted", "loads", "number", "request", "until")
 
-    def __init__(self, request: SimulatedRequest, content: _Content) -> None:
+    def __init__(self, request: RecordedRequest, content: _Content) -> None:
         self.request = request
         """What was recorded of it."""
         self.number = request.number
@@ -130,7 +116,7 @@ class _Open:
         """How many of its loads were begun."""
 
 
-def _stop(request: SimulatedRequest, turn: int) -> int:
+def _stop(request: RecordedRequest, turn: int) -> int:
     """The length of the sequence at which a turn stops by a token; -1: it does not, or it is not known."""
     begin = request.chunks[turn - 1].end if turn else request.prompt
     if turn < len(request.chunks):
@@ -236,7 +222,7 @@ class Engine(Driver):
 
     # --- what clients do ------------------------------------------------------------------------------
 
-    def come(self, request: SimulatedRequest) -> None:
+    def come(self, request: RecordedRequest) -> None:
         """A request comes."""
         name = str(request.number)
         one = self.opened[name] = _Open(request, _Content(request, self._size))
@@ -249,7 +235,7 @@ class Engine(Driver):
         one.until = _stop(request, 0)
         self._add(one, one.content.tokens(0, request.prompt))
 
-    def extend(self, request: SimulatedRequest, index: int) -> None:
+    def extend(self, request: RecordedRequest, index: int) -> None:
         """The next chunk of a session comes."""
         one = self.opened.get(str(request.number))
         if one is not None and str(request.number) in self.scheduler.requests:
@@ -281,7 +267,7 @@ class Engine(Driver):
             made.skip_reading_prefix_cache = True
         self.scheduler.add_request(made)
 
-    def leave(self, request: SimulatedRequest, *, close: bool = False) -> None:
+    def leave(self, request: RecordedRequest, *, close: bool = False) -> None:
         """A client gives up, or ends its session."""
         name = str(request.number)
         if name in self.scheduler.requests:
@@ -320,15 +306,15 @@ def by_step(
 ) -> Run:
     """Carry out the recorded script. Requests that came before ``since`` are not counted."""
     engine = Engine(traffic, setup, Counting(by_name=True, since=since))
-    requests = {}  # numbers may be used again
+    requests: dict[str, RecordedRequest] = {}  # numbers may be used again
     waiting = iter(traffic.requests)
     total, error = len(traffic.script), ""
     try:
         for place, op in enumerate(traffic.script):
             engine.now = max(engine.now, op.at)
-            if op.do == ADD:
+            if op.do == "add":
                 request = next(waiting)
-                requests[request.number] = request
+                requests[op.request] = request
                 _settle(engine)
                 engine.come(request)
             else:
@@ -344,35 +330,34 @@ def by_step(
     return run
 
 
-def _carry_out(engine: Engine, op: Op, request: SimulatedRequest | None) -> None:
-    if op.do != OUTPUT:
+def _carry_out(engine: Engine, op: Op, request: RecordedRequest | None) -> None:
+    if op.do != "output":
         _settle(engine)
-    if op.do == SCHEDULE:
+    if op.do == "schedule":
         _schedule(engine)
         if op.count and engine.in_flight:
             engine.answered_later.add(id(engine.in_flight[-1]))
-    elif op.do == OUTPUT:
+    elif op.do == "output":
         _output(engine, op)
-    elif op.do == REPEAT:
-        plain = Op(OUTPUT, op.at)
+    elif op.do == "repeat":
+        plain = Op("output", at=op.at)
         for place in range(1, op.count + 1):
             _settle(engine)
             _schedule(engine)
             _output(engine, op if place == op.count else plain)
-    elif op.do == EMPTY:
+    elif op.do == "empty":
         for _ in range(op.count):
             _settle(engine)
             _schedule(engine)
-    elif op.do == RESET:
-        engine.reset_prefix_cache(running=bool(op.count))
-    elif request is not None and op.do == CHUNK:
+    elif op.do == "reset":
+        engine.reset_prefix_cache(running=op.running)
+    elif request is not None and op.do == "chunk":
         engine.extend(request, op.count)
-    elif request is not None and op.do == PREEMPT:
-        name = str(request.number)
-        if any(running.request_id == name for running in engine.scheduler.running):
-            engine.preempt(name, drop=bool(op.count and engine.in_flight) or None)
-    elif request is not None and op.do in (ABORT, CLOSE):
-        engine.leave(request, close=op.do == CLOSE)
+    elif op.do == "preempt":
+        if any(running.request_id == op.request for running in engine.scheduler.running):
+            engine.preempt(op.request, drop=bool(op.running and engine.in_flight) or None)
+    elif request is not None and op.do in ("abort", "close"):
+        engine.leave(request, close=op.do == "close")
 
 
 def _schedule(engine: Engine) -> None:
@@ -393,30 +378,28 @@ def _is_empty(engine: Engine, step: ModelStep) -> bool:
 
 def _output(engine: Engine, op: Op) -> None:
     """Answer the oldest step."""
-    of_empty = op.do == OUTPUT and op.count
+    of_empty = op.do == "output" and op.count
     while len(engine.in_flight) > 1 and not of_empty and _is_empty(engine, engine.in_flight[0]):
         engine.output()
     if not engine.in_flight:
         return
     step = engine.in_flight[0]
     arguments: dict[str, Any] = {
-        "accepted": {
-            name: op.accepted.get(int(name), 0) for name in step.scheduled.scheduled_spec_decode_tokens
-        }
+        "accepted": {name: op.accepted.get(name, 0) for name in step.scheduled.scheduled_spec_decode_tokens}
     }
     if engine.connector is not None:
         loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
         loading = engine.runner.loading | {load.request_id for load in loads if load.asynchronous}
         failed: list[int] = []
-        for number, (first, end) in op.failed.items():
-            if str(number) in engine.scheduler.requests:
-                failed += engine.blocks(str(number))[first:end]
+        for name, (first, end) in op.failed.items():
+            if name in engine.scheduler.requests:
+                failed += engine.blocks(name)[first:end]
         arguments["invalid_blocks"] = failed
-        arguments["failed_recving"] = sorted(loading.intersection(map(str, op.failed_whole)))
-        arguments["finished_recving"] = sorted(loading.intersection(map(str, op.loaded)))
-        arguments["finished_sending"] = sorted(engine.connector.held.intersection(map(str, op.sent)))
+        arguments["failed_recving"] = sorted(loading.intersection(op.failed_whole))
+        arguments["finished_recving"] = sorted(loading.intersection(op.loaded))
+        arguments["finished_sending"] = sorted(engine.connector.held.intersection(op.sent))
     engine.answered_later.discard(id(step))
-    engine.runner.proposed = {str(number): drafts for number, drafts in op.proposed.items()}
+    engine.runner.proposed = op.proposed
     engine.output(**arguments)
 
 
@@ -468,7 +451,7 @@ class _Clock:
         """Requests whose load has finished and was not reported yet."""
         self._sent: set[str] = set()
         """Ended requests whose blocks were sent and not reported yet."""
-        self._children: dict[int, list[tuple[SimulatedRequest, int]]] = {}
+        self._children: dict[int, list[tuple[RecordedRequest, int]]] = {}
         """Requests that wait for another one's end, and how long they come after it."""
         self._cut: dict[str, int] = {}
         """The outputs after which a client gives up, by request."""
@@ -502,8 +485,8 @@ class _Clock:
     def _plan(self) -> None:
         requests = self.engine.traffic.requests
         zero = requests[0].came_after if requests else 0
-        by_number: dict[int, SimulatedRequest] = {}
-        together: dict[int, list[SimulatedRequest]] = {}
+        by_number: dict[int, RecordedRequest] = {}
+        together: dict[int, list[RecordedRequest]] = {}
         for request in requests:
             together.setdefault(request.at, []).append(request)
         for at, group in together.items():
@@ -525,7 +508,7 @@ class _Clock:
     def _at(self, when: int, what: Callable[[], object]) -> None:
         heapq.heappush(self._due, (when, next(self._order), what))
 
-    def _come(self, request: SimulatedRequest) -> None:
+    def _come(self, request: RecordedRequest) -> None:
         engine, name = self.engine, str(request.number)
         engine.come(request)
         self._came += 1

@@ -27,10 +27,10 @@ from ..errors import LedgerError
 from ..events import Setting
 from ..faults.conditions import unmet
 from ..faults.release_rules import ReleaseRule, begun, by_switch
+from ..traffic.reader import Traffic
 from .processes import same_release
 from .settings import NAMES, NEUTRAL, Variant
 from .study import RECORDED, Calibration, Outcome, Study
-from .traffic import Traffic
 
 ORDER = (*NAMES, *SCHEDULER)
 """Settings in the order in which they are changed, by vLLM's names."""

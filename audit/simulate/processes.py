@@ -21,8 +21,8 @@ import msgspec
 
 from ..errors import LedgerError
 from ..repro.vllm_process import Line, VllmProcess, serve_lines
+from ..traffic.reader import Traffic
 from .rows import Run
-from .traffic import Traffic
 
 MODULE = "kvledger.audit.simulate.processes"
 START_SECONDS = 600.0

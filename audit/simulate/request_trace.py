@@ -14,9 +14,9 @@ from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..events import Setting
 from ..replay.block_traces import TracedRequest, traced_requests
+from ..traffic.reader import HASH, RecordedRequest, Traffic
 from .settings import NAMES
 from .study import Source
-from .traffic import HASH, SimulatedRequest, Traffic
 
 ASSUMED: dict[str, Setting] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "async_scheduling": False}
 """Settings that a trace does not have, by vLLM's names; those of a GPU server of vLLM 0.32."""
@@ -66,15 +66,15 @@ def traced(
     return Source(traffic, None, steps or StepSample())
 
 
-def _requests(lines: list[TracedRequest]) -> list[SimulatedRequest]:
+def _requests(lines: list[TracedRequest]) -> list[RecordedRequest]:
     """Requests by their times. Those of one time are spread over the time since the last ones."""
-    found: list[SimulatedRequest] = []
+    found: list[RecordedRequest] = []
     came_after = at = 0
     for number, line in enumerate(sorted(lines, key=lambda line: line.at or 0)):
         now = (number if line.at is None else 0) * APART_US + APART_US + (line.at or 0)
         if now > at:
             came_after, at = at, now
-        request = SimulatedRequest(number, str(number + 1), at, came_after, line.prompt)
+        request = RecordedRequest(number, str(number + 1), at, came_after, line.prompt)
         request.max_tokens = max(1, line.outputs or 0)
         request.hashes = array(HASH, line.hashes).tobytes()
         found.append(request)

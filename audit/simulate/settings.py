@@ -10,7 +10,7 @@ import msgspec
 from ..engines.configuration import SCHEDULER
 from ..errors import LedgerError
 from ..events import Setting
-from .traffic import Traffic
+from ..traffic.reader import Traffic
 
 NAMES = {
     "num_gpu_blocks": "blocks",

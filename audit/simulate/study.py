@@ -23,12 +23,12 @@ from ..analysis.step_model import NO_STEPS, StepModel, fitted_with
 from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..figures.totals import Totals
+from ..traffic.reader import Traffic, TrafficReader
 from . import settings as of
 from .processes import Away, Job, Simulators, each_done, run_away, same_release, shares
 from .rows import Counting, Difference, Run, differences
 from .settings import Variant
 from .step_changes import FEATURES
-from .traffic import Traffic, TrafficReader
 
 SHOWN = 12
 """Differing figures that a calibration keeps."""

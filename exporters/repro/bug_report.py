@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...audit.repro.workload import Check, Workload
+from ...audit.traffic.script import Check, Workload
 from .texts import explain
 
 if TYPE_CHECKING:

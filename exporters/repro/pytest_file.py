@@ -33,7 +33,7 @@ from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import Fault
 from ...audit.repro import engine_figures
 from ...audit.repro.rebuild import require_types
-from ...audit.repro.workload import Check, Op, Request, Workload, script_literal
+from ...audit.traffic.script import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 
 WIDTH = 108

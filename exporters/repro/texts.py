@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...audit.checks.registry import catalogue
 from ...audit.faults.catalogue import Fault, known
-from ...audit.repro.workload import Check, Workload
+from ...audit.traffic.script import Check, Workload
 
 
 class Explanation(NamedTuple):

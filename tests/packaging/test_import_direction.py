@@ -153,6 +153,7 @@ RULES = {
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.demo.sglang": OUTER._replace(libraries=MSGSPEC | HOST | {"transformers"}),
+    "audit.traffic": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.conformance": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.repro": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.simulate": OUTER._replace(libraries=MSGSPEC | HOST),

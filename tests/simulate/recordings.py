@@ -11,7 +11,7 @@ from tests.scenarios.workloads import crowd
 
 from kvledger.audit import events as ev
 from kvledger.audit.simulate.settings import setup
-from kvledger.audit.simulate.traffic import Traffic, TrafficReader
+from kvledger.audit.traffic.reader import Traffic, TrafficReader
 
 
 def recording(**options: Any) -> list[ev.Event]:

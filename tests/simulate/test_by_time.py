@@ -10,7 +10,7 @@ from tests.simulate.recordings import arguments, recording, traffic_of
 
 from kvledger.audit.simulate.engine import Timing, by_time
 from kvledger.audit.simulate.rows import Run
-from kvledger.audit.simulate.traffic import SimulatedRequest, Traffic
+from kvledger.audit.traffic.reader import RecordedRequest, Traffic
 
 SLOW = [10_000.0, 10.0, 100.0, 0.0, 0.0, 0.0]
 """A step takes 10 milliseconds, and 10 microseconds for each prefill token."""
@@ -83,8 +83,8 @@ def test_a_prompt_that_the_pool_cannot_hold_ends_the_simulation(traffic: Traffic
 
 
 def test_in_a_closed_loop_a_request_comes_after_the_answer_that_it_continues() -> None:
-    first = SimulatedRequest(0, "a", 0, 0, 64, 16, outcome="length_capped", outputs=16, ended_at=50_000)
-    second = SimulatedRequest(
+    first = RecordedRequest(0, "a", 0, 0, 64, 16, outcome="length_capped", outputs=16, ended_at=50_000)
+    second = RecordedRequest(
         1, "b", 1_050_000, 1_050_000, 96, 4, outcome="length_capped", outputs=4, parent=0
     )
     few = traffic_of(recording(requests=2))

@@ -8,7 +8,7 @@ import pytest
 
 from kvledger.audit.events import Setting
 from kvledger.audit.simulate.explanation import ORDER, SettingChange, effective, way
-from kvledger.audit.simulate.traffic import Traffic
+from kvledger.audit.traffic.reader import Traffic
 
 OLD: dict[str, Setting] = {"blocks": 40, "max_running": 8, "groups": 1}
 """What 0.18.1 records."""

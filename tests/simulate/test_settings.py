@@ -11,7 +11,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.simulate.settings import Variant, not_recorded, parsed, setup
 from kvledger.audit.simulate.step_changes import STEP_HANDLERS, StepChanges
 from kvledger.audit.simulate.study import Goal, goal
-from kvledger.audit.simulate.traffic import NoTraffic, Traffic
+from kvledger.audit.traffic.reader import NoTraffic, Traffic
 
 STARTED = ev.EngineStarted(0, 1.7e9, "vllm", "0.32.0", "v1", "blocks", 1, {"blocks": 64})
 

@@ -13,7 +13,7 @@ from tests.time_limits import HANGS
 
 from kvledger.audit.repro import vllm_process
 from kvledger.audit.repro.workers import Job, Pool
-from kvledger.audit.repro.workload import Workload
+from kvledger.audit.traffic.script import Workload
 
 NO_ENGINE = Workload(release="", engine={"no such setting": 1}, requests={}, script=())
 """Ends before vLLM is imported."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.exporters.repro.workloads import Case, add, step, workload
 
-from kvledger.audit.repro.workload import Check, Op, Request
+from kvledger.audit.traffic.script import Check, Op, Request
 from kvledger.exporters.repro.pytest_file import render
 
 FOLDER = Path(__file__).parents[3] / "docs" / "repro"

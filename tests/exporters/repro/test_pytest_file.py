@@ -16,7 +16,7 @@ from tests.exporters.repro.workloads import CASES, Case, add, step
 from tests.releases import built
 
 from kvledger.audit.repro.bisect import Environment, run_file
-from kvledger.audit.repro.workload import Check, Op, Request
+from kvledger.audit.traffic.script import Check, Op, Request
 from kvledger.exporters.repro.pytest_file import WIDTH, render
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvledger.audit.repro.workload import Check, Op, Request, Workload
+from kvledger.audit.traffic.script import Check, Op, Request, Workload
 
 
 class Case(NamedTuple):

@@ -1,11 +1,13 @@
-"""The traffic of a journal of level ``blocks``, as plain values that a process with another vLLM can read.
+"""The one reader that makes requests and a script of a journal, for a simulation or a reproduction.
 
-A :class:`Traffic` has what clients did (arrivals, lengths, contents, aborts, chunks of sessions) and what the
-model and the connector answered (outputs, accepted drafts, lookups, loads). Contents are hash ids: two
-requests have a block in common if their hash ids are equal there. So no token is needed and none is known.
+A :class:`Traffic` is plain values, which a process with another vLLM can read. It has what clients did
+(arrivals, lengths, contents, aborts, chunks of sessions) and what the model and the connector answered
+(outputs, accepted drafts, lookups, loads). Contents are hash ids: two requests have a block in common if
+their hash ids are equal there. So no token is needed and none is known.
 
-The reader also writes a script: every operation on the scheduler in the recorded order, by which
-the recorded configuration must lead to the recorded figures.
+The script has every operation on the scheduler in the recorded order, by which the recorded configuration
+must lead to the recorded figures. For a reproduction, which leaves requests out, it also has what each step
+scheduled; then a journal may begin in mid-life and be of any level.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from .. import events as ev
 from ..errors import LedgerError
 from ..ledger.blocks.contents import RequestContents
 from ..ledger.blocks.postings import content_group
+from .script import Do, Op, Scheduled
 
-FULL = 2
-"""The kind of a group of full attention, in PoolSeen."""
+TABLES = {1: "sliding", 2: "full"}
+"""The kinds of tables in PoolSeen, as EngineSetup names their groups; in other tables an index is no
+position."""
 
 KINDS = {0: "sliding", 1: "chunked", 2: "mamba"}
 """The kinds of groups with windows, in PoolSeen."""
@@ -35,10 +39,10 @@ HASH = "Q"
 _WHOLE = (1 << 64) - 1
 """Hash ids of events have a sign."""
 
-Answer = tuple[int, bool, int] | None
+Held = tuple[int, bool, int, int] | None
 """What a connector holds of a request from its first token on, at one lookup (0: nothing beyond the local
-hit), whether it loads asynchronously, and how many lookups in a row got the answer without an admission (0:
-the lookup led to one). None: it asked to be asked again later."""
+hit), whether it loads asynchronously, how many lookups in a row got the answer without an admission (0:
+the lookup led to one), and the local hit. None: it asked to be asked again later."""
 
 MOST_DEFERRED = 100
 """Most lookups in a row that are deferred."""
@@ -65,7 +69,7 @@ class Verified(msgspec.Struct, array_like=True):
     accepted: int
 
 
-class SimulatedRequest(msgspec.Struct, array_like=True):
+class RecordedRequest(msgspec.Struct, array_like=True):
     """One recorded request. Times are microseconds since the engine started; -1: not known.
 
     ``came_after``: when the last output before the request was taken. Schedulers take requests between two
@@ -74,7 +78,7 @@ class SimulatedRequest(msgspec.Struct, array_like=True):
     output tokens it had at its end; of sessions, in their last turn. ``load_us``: how long each asynchronous
     load took. ``hold_us``: how long the connector kept its blocks after the end; -1: it kept none.
     ``reads_cache``: it may hit the prefix cache. ``parent``: the request whose output its prompt repeats and
-    continues.
+    continues. ``salt``: the number of its salt. ``hits``: local and external tokens of each admission.
     """
 
     number: int
@@ -94,44 +98,20 @@ class SimulatedRequest(msgspec.Struct, array_like=True):
     outputs: int = -1
     ended_at: int = -1
     sequence: int = 0
-    answers: list[Answer] = []
+    answers: list[Held] = []
     load_us: list[int] = []
     hold_us: int = -1
     drafts: list[Verified] = []
     parent: int = -1
     reads_cache: bool = True
+    salt: int = 0
+    hits: list[tuple[int, int]] = []
 
     def hash_ids(self) -> array[int]:
         """The hash id of each full block."""
         ids = array(HASH)
         ids.frombytes(self.hashes)
         return ids
-
-
-ADD, CHUNK, CLOSE, ABORT, RESET, SCHEDULE, OUTPUT, REPEAT, EMPTY, PREEMPT = range(10)
-"""What an :class:`Op` does. EMPTY: steps that scheduled nothing. PREEMPT: somebody else than the scheduler
-preempted the request, between two steps."""
-
-
-class Op(msgspec.Struct, array_like=True):
-    """One operation on the scheduler. ``count``: of REPEAT how often the last step and output are repeated,
-    of EMPTY how many steps, of RESET 1 if it preempts running requests, of CHUNK its index, of PREEMPT 1
-    if its output in flight is dropped, of SCHEDULE and OUTPUT 1 if the step is empty and its output has an
-    operation. Of an output: ``accepted`` drafts and ``proposed`` drafts for the next step, by request;
-    ``failed`` table positions [first, end) that were not loaded, ``failed_whole`` requests of which nothing
-    was; ``loaded`` and ``sent`` transfers that finished.
-    """
-
-    do: int
-    at: int
-    request: int = -1
-    count: int = 0
-    accepted: dict[int, int] = {}
-    proposed: dict[int, int] = {}
-    failed: dict[int, tuple[int, int]] = {}
-    failed_whole: list[int] = []
-    loaded: list[int] = []
-    sent: list[int] = []
 
 
 class Traffic(msgspec.Struct):
@@ -144,7 +124,7 @@ class Traffic(msgspec.Struct):
 
     version: str
     configuration: dict[str, ev.Setting]
-    requests: list[SimulatedRequest]
+    requests: list[RecordedRequest]
     script: list[Op]
     resets: list[tuple[int, bool]]
     groups: list[str]
@@ -160,7 +140,7 @@ class _Row:
 
     __slots__ = ("found", "hashes", "loading_since", "request")
 
-    def __init__(self, request: SimulatedRequest) -> None:
+    def __init__(self, request: RecordedRequest) -> None:
         self.request = request
         """What will be simulated."""
         self.hashes = array(HASH)
@@ -172,12 +152,17 @@ class _Row:
 
 
 class TrafficReader:
-    """Makes traffic of the events of one engine, in their order."""
+    """Makes traffic of the events of one engine, in their order.
 
-    def __init__(self) -> None:
+    ``steps``: any journal will do, requests that were there before it count as well, and the script has what
+    each step scheduled. ``most``: so many of the latest operations are kept; 0: all.
+    """
+
+    def __init__(self, *, steps: bool = False, most: int = 0) -> None:
+        self._with_steps, self._most = steps, most
         self.started: ev.EngineStarted | None = None
         """How the engine described itself first."""
-        self.requests: list[SimulatedRequest] = []
+        self.requests: list[RecordedRequest] = []
         """Every request, in the order of arrival."""
         self.script: list[Op] = []
         """Every operation, in order."""
@@ -185,6 +170,14 @@ class TrafficReader:
         """Resets of the prefix cache: when, and whether running requests were preempted."""
         self.lost = 0
         """How many times events were lost."""
+        self.undelivered = 0
+        """Steps that were in flight where the journal begins."""
+        self.whole = False
+        """Whether the journal begins with the engine."""
+        self.steps = 0
+        """How many steps scheduled tokens."""
+        self.chunk_tokens = 0
+        """The largest number that divides the end of every save; 0: no save was recorded."""
         self._rows: dict[int, _Row] = {}
         """Open requests, and ended ones whose blocks may still be reported."""
         self._groups: dict[int, str] = {}
@@ -198,7 +191,7 @@ class TrafficReader:
         """The request that first had a block with output tokens, by hash id."""
         self._step = 0
         """The last step whose schedule is in the script."""
-        self._last_schedule = Op(SCHEDULE, 0)
+        self._last_schedule = Op("schedule")
         self._stepped_at = 0
         """The last step that is known to have returned."""
         self._room: list[int] = []
@@ -246,8 +239,7 @@ class TrafficReader:
             raise NoTraffic("the journal does not say how its engine was configured")
         if not self.requests:
             raise NoTraffic("the journal has no request")
-        for row in self._rows.values():
-            self._close(row)
+        self.by_number()
         self._find_parents()
         if self.lost:
             self._doubt(f"Events were lost {self.lost:,} times, so requests are missing.")
@@ -257,7 +249,7 @@ class TrafficReader:
             requests=self.requests,
             script=self.script,
             resets=self.resets,
-            groups=[kind for _, kind in sorted(self._groups.items())] or ["full"],
+            groups=self.groups() or ["full"],
             group_tokens=[size for _, size in sorted(self._sizes.items())] or [self._size],
             block_tokens=self._size,
             doubts=list(self._doubts),
@@ -265,40 +257,67 @@ class TrafficReader:
             ended_at=self._at,
         )
 
+    def by_number(self) -> dict[int, RecordedRequest]:
+        """The last request of each number, with its contents so far."""
+        for row in self._rows.values():
+            self._close(row)
+        return {number: row.request for number, row in self._rows.items()}
+
+    def groups(self) -> list[str]:
+        """The kind of each KV cache group, as EngineSetup names it; [] if they are not recorded."""
+        return [kind for _, kind in sorted(self._groups.items())]
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block of the group whose hash ids requests have."""
+        return self._size
+
     def _doubt(self, sentence: str) -> None:
         self._doubts[sentence] = None
 
-    def _op(self, do: int, at: int, request: int = -1, count: int = 0) -> Op:
-        op = Op(do, at, request, count)
+    def _op(self, do: Do, at: int, request: int = -1, count: int = 0) -> Op:
+        op = Op(do, "" if request < 0 else str(request), at=at, count=count)
         self.script.append(op)
-        self._output = op if do in (OUTPUT, REPEAT) else None
-        if do in (SCHEDULE, REPEAT):
+        answers = do in ("output", "repeat")
+        self._output = op if answers else None
+        if do in ("schedule", "repeat"):
             self._room = []
-        self._flying += (do == SCHEDULE) - (do == OUTPUT)
-        if do in (OUTPUT, REPEAT) or (do == SCHEDULE and self._flying < self._depth):
+        self._flying += (do == "schedule") - (do == "output")
+        if answers or (do == "schedule" and self._flying < self._depth):
             self._room.append(len(self.script))
+        if self._most and len(self.script) > 2 * self._most:
+            gone = len(self.script) - self._most
+            del self.script[:gone]
+            self._room = [max(0, place - gone) for place in self._room]
         return op
 
     # --- the engine -----------------------------------------------------------------------------------
 
     def _engine_started(self, event: ev.EngineStarted) -> None:
-        if event.adapter.startswith("v0"):
+        if event.adapter.startswith("v0") and not self._with_steps:
             raise NoTraffic("the engine ran the v0 scheduler, and only that of v1 can be simulated")
-        if event.level not in ("blocks", "content"):
+        if event.level not in ("blocks", "content") and not self._with_steps:
             raise NoTraffic(
                 f"the journal is of level {event.level}: simulate needs block events, which "
                 "KVLEDGER_LEVEL=blocks records"
             )
         self.started = self.started or event
         if not self._sizes:
-            self._size = int(self.started.configuration.get("block_size") or 16)
+            size = self.started.configuration.get("block_size")
+            self._size = size if isinstance(size, int) and size > 0 else 16
         self._depth = 2 if self.started.configuration.get("asynchronous") else 1
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         if self._begun:
             return
         self._begun = True
-        self._step = event.step
+        self._step = self._stepped_at = event.step
+        self.whole = not event.rows and event.step <= 0
+        self.undelivered = event.undelivered_steps
+        for row in event.rows if self._with_steps else ():
+            tokens = max(row.prompt_tokens, row.sequence_tokens)
+            request = RecordedRequest(row.request, row.request_id, -1, -1, tokens, sequence=tokens)
+            self._open(request, row.isolation)
         if event.rows:
             self._doubt(
                 f"The journal begins in mid-life: {len(event.rows):,} requests and the "
@@ -315,7 +334,7 @@ class TrafficReader:
         windows = {event.windows[i]: event.windows[i + 2] for i in range(0, len(event.windows), 3)}
         for place in range(0, len(event.groups), 3):
             group, size, kind = event.groups[place : place + 3]
-            name = KINDS.get(windows.get(group, -1)) or ("full" if kind == FULL else "cross")
+            name = KINDS.get(windows.get(group, -1)) or TABLES.get(kind, "cross")
             self._groups[group], self._sizes[group] = name, size
         self._contents.groups[event.pool], self._size = content_group(event)
 
@@ -329,10 +348,7 @@ class TrafficReader:
     # --- requests -------------------------------------------------------------------------------------
 
     def _added(self, event: ev.RequestAdded) -> None:
-        isolation = event.isolation or []
-        if len(isolation) > 2:
-            self._doubt("Requests have multimodal inputs, whose encoder is not simulated.")
-        request = SimulatedRequest(
+        request = RecordedRequest(
             event.request,
             event.request_id,
             event.at,
@@ -342,16 +358,21 @@ class TrafficReader:
             event.priority,
             event.resumable,
             event.pooling,
-            isolation[1] if len(isolation) > 1 else 0,
             sequence=event.prompt_tokens,
             reads_cache=event.reads_cache,
         )
-        old = self._rows.get(event.request)
+        self._open(request, event.isolation)
+        self._op("add", event.at, event.request)
+
+    def _open(self, request: RecordedRequest, isolation: list[int] | None) -> None:
+        request.salt, request.lora = (*(isolation or ()), 0, 0)[:2]
+        if len(isolation or ()) > 2:
+            self._doubt("Requests have multimodal inputs, whose encoder is not simulated.")
+        old = self._rows.get(request.number)
         if old is not None:
             self._close(old)
-        self._rows[event.request] = _Row(request)
+        self._rows[request.number] = _Row(request)
         self.requests.append(request)
-        self._op(ADD, event.at, event.request)
 
     def _extended(self, event: ev.Extended) -> None:
         row = self._rows.get(event.request)
@@ -363,7 +384,7 @@ class TrafficReader:
         row.request.chunks.append(
             Chunk(event.at, event.computed_tokens, event.prompt_tokens, event.turn_tokens)
         )
-        self._op(CHUNK, event.at, event.request, len(row.request.chunks) - 1)
+        self._op("chunk", event.at, event.request, len(row.request.chunks) - 1)
 
     def _finished(self, event: ev.Finished) -> None:
         row = self._rows.get(event.request)
@@ -374,11 +395,11 @@ class TrafficReader:
         request.sequence = max(request.sequence, event.sequence_tokens)
         self._running.pop(event.request, None)
         if event.reason == "aborted":
-            self._op(ABORT, event.at, event.request)
+            self._op("abort", event.at, event.request)
         elif request.resumable:
             request.closed = True  # before the output with which it ended
-            place = self._room[-1] - 1 if self._room else len(self.script)
-            self.script.insert(place, Op(CLOSE, event.at, event.request))
+            place = max(0, self._room[-1] - 1) if self._room else len(self.script)
+            self.script.insert(place, Op("close", str(event.request), at=event.at))
             self._room = [each + (each > place) for each in self._room]
 
     def _close(self, row: _Row) -> None:
@@ -402,7 +423,9 @@ class TrafficReader:
         if step > self._step:
             self._schedule_nothing(step - self._step - 1, at)
             self._step = step
-            self._last_schedule = self._op(SCHEDULE, at)
+            self._last_schedule = self._op("schedule", at)
+            if self._with_steps:
+                self._last_schedule.step = Scheduled()
 
     def _schedule_nothing(self, steps: int, at: int) -> None:
         """Steps without an event were empty. An engine schedules as soon as it has taken an output."""
@@ -410,23 +433,28 @@ class TrafficReader:
         for number, place in reversed(list(enumerate(places))):
             here = min(1, max(0, steps - number)) if place != places[-1] else max(0, steps - number)
             if here:
-                self.script.insert(place, Op(EMPTY, at, -1, here))
+                self.script.insert(place, Op("empty", at=at, count=here))
 
     def _stepped(self, event: ev.Stepped) -> None:
         self._scheduled(event.step, event.at)
-        running = self._running
-        for number in ev.numbers(event.dropped):
+        running, dropped, rows = self._running, ev.numbers(event.dropped), ev.numbers(event.changed)
+        for number in dropped:
             running.pop(number, None)
-        rows = ev.numbers(event.changed)
         for place in range(0, len(rows), 4):
             running[rows[place]] = rows[place + 2]
+        self.steps += 1
+        step = self._last_schedule.step
+        if step is not None:
+            step.dropped = list(dropped)
+            for place in range(0, len(rows), 4):
+                step.changed[rows[place]] = (rows[place + 1], rows[place + 2], rows[place + 3])
         self._stepped_at = event.step
         self._in_flight.append({number: drafts for number, drafts in running.items() if drafts})
         self._propose(self._in_flight[-1])
 
     def _propose(self, drafts: dict[int, int]) -> None:
         if drafts and self._last_output is not None:
-            self._last_output.proposed = drafts
+            self._last_output.proposed = {str(number): count for number, count in drafts.items()}
 
     def _delivered(self, event: ev.Delivered) -> None:
         rows = ev.numbers(event.changed)
@@ -438,13 +466,13 @@ class TrafficReader:
 
     def _answer(self, sampled: dict[int, int], at: int) -> None:
         self._sampled |= sampled
-        op = self._op(OUTPUT, at)
+        op = self._op("output", at)
         self._last_output = op
         self._delivered_at = at
         for number, drafts in (self._in_flight.popleft() if self._in_flight else {}).items():
             accepted = min(drafts, max(0, self._sampled.get(number, 1) - 1))
             if accepted:
-                op.accepted[number] = accepted
+                op.accepted[str(number)] = accepted
             if (row := self._rows.get(number)) is not None:
                 row.request.drafts.append(Verified(drafts, accepted))
         self._fail(op)
@@ -453,15 +481,16 @@ class TrafficReader:
         size = self._sizes.get(0, self._size)
         for number, first in self._failing:
             if first < 0:
-                op.failed_whole.append(number)
+                op.failed_whole = (*op.failed_whole, str(number))
                 continue
             row = self._rows.get(number)
             end = math.ceil((row.found if row else first + size) / size)
-            op.failed[number] = (first // size, max(end, first // size + 1))
+            op.failed[str(number)] = (first // size, max(end, first // size + 1))
         self._failing = []
 
     def _repeated(self, event: ev.Repeated) -> None:
         drafts, times = {number: count for number, count in self._running.items() if count}, event.times
+        self.steps += times
         if self._step > self._stepped_at:  # the first of the steps admitted a request, to wait for its load
             times -= 1
             self._in_flight.append(drafts)
@@ -470,9 +499,9 @@ class TrafficReader:
         self._step += times
         self._stepped_at = self._step
         if times and not drafts:
-            self._op(REPEAT, event.at, -1, times)
+            self._op("repeat", event.at, -1, times)
         for _ in range(times if drafts else 0):
-            self._op(SCHEDULE, event.at)
+            self._op("schedule", event.at)
             self._in_flight.append(drafts)
             self._propose(drafts)
             self._answer({}, event.at)
@@ -485,20 +514,24 @@ class TrafficReader:
         row = self._rows.get(event.request)
         if row is not None and event.external_tokens is not None:
             found = event.external_tokens and event.local_tokens + event.external_tokens
-            row.request.answers.append((found, event.asynchronous, 0))
+            row.request.answers.append((found, event.asynchronous, 0, event.local_tokens))
 
     def _not_admitted(self, event: ev.AdmissionFailed) -> None:
         row = self._rows.get(event.request)
         if row is not None and event.reason == "deferred":
             row.request.answers += [None] * min(event.attempts, MOST_DEFERRED)
         elif row is not None and event.external_tokens:
-            row.request.answers.append((event.local_tokens + event.external_tokens, False, event.attempts))
+            held = event.local_tokens + event.external_tokens
+            row.request.answers.append((held, False, event.attempts, event.local_tokens))
 
     def _admitted(self, event: ev.Admitted) -> None:
         self._scheduled(event.step, event.at)
         row = self._rows.get(event.request)
         if row is not None:
             row.found = event.local_tokens + event.external_tokens
+            row.request.hits.append((event.local_tokens, event.external_tokens))
+            if self._last_schedule.step is not None:
+                self._last_schedule.step.admitted.append((event.request, row.found))
             if event.asynchronous:
                 row.loading_since = event.at
 
@@ -507,11 +540,20 @@ class TrafficReader:
         if event.cause == "blocks":
             if event.step > self._stepped_at:
                 self._scheduled(event.step, event.at)
+                if self._last_schedule.step is not None:
+                    self._last_schedule.step.preempted.append(event.request)
             else:
-                self._op(PREEMPT, event.at, event.request, int(not event.delivered))
+                self._op("preempt", event.at, event.request).running = not event.delivered
+        elif self._with_steps:
+            self._op("lost", event.at, event.request)
 
     def _load_failed(self, event: ev.LoadFailed) -> None:
         whole = event.asynchronous and event.failed_blocks is None
+        whole &= event.computed_tokens in (
+            0,
+            event.before_tokens,
+        )  # else blocks failed, which nobody recorded
+        whole &= not self._with_steps  # every release takes blocks
         self._failing.append((event.request, -1 if whole else event.computed_tokens))
 
     def _transferred(self, at: int) -> Op:
@@ -521,10 +563,10 @@ class TrafficReader:
         if op is None:
             if self._step == self._stepped_at:
                 self._step += 1
-                self._last_schedule = self._op(SCHEDULE, at)
+                self._last_schedule = self._op("schedule", at)
             self._last_schedule.count = 1
             self._stepped_at = self._step
-            op = self._op(OUTPUT, at)
+            op = self._op("output", at)
             op.count = 1
         self._fail(op)
         return op
@@ -533,7 +575,8 @@ class TrafficReader:
         row = self._rows.get(event.request)
         if row is None:
             return
-        self._transferred(event.at).loaded.append(event.request)
+        op = self._transferred(event.at)
+        op.loaded = (*op.loaded, str(event.request))
         if row.loading_since >= 0:
             row.request.load_us.append(event.at - row.loading_since)
             row.loading_since = -1
@@ -547,11 +590,18 @@ class TrafficReader:
         row = self._rows.get(event.request)
         if row is not None:
             row.request.hold_us = max(0, event.at - row.request.ended_at)
-            self._transferred(event.at).sent.append(event.request)
+            op = self._transferred(event.at)
+            op.sent = (*op.sent, str(event.request))
 
     def _reset(self, event: ev.CacheReset) -> None:
         self.resets.append((event.at, event.running))
-        self._op(RESET, event.at, -1, int(event.running))
+        self._op("reset", event.at).running = event.running
+
+    def _saved(self, event: ev.SavePlanned) -> None:
+        self.chunk_tokens = math.gcd(self.chunk_tokens, max(0, event.end))
+
+    def _tracked(self, event: ev.Tracked) -> None:
+        self.chunk_tokens = math.gcd(self.chunk_tokens, max(0, event.due_tokens))
 
     # --- contents -------------------------------------------------------------------------------------
 
@@ -589,4 +639,6 @@ _HANDLERS: dict[type[ev.Event], Callable[[Any, Any], None]] = {
     ev.FreeDelayed: TrafficReader._held,
     ev.FreeCompleted: TrafficReader._sent,
     ev.CacheReset: TrafficReader._reset,
+    ev.SavePlanned: TrafficReader._saved,
+    ev.Tracked: TrafficReader._tracked,
 }

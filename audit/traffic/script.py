@@ -1,4 +1,6 @@
-"""A workload: what a reproduction does with one scheduler, as plain values.
+"""A script: what is done with one scheduler, as plain values; and a workload: a script with its requests.
+
+The reader of journals writes scripts in the recorded order, and whoever drives a scheduler carries them out.
 
 A workload never contains tokens. Its prompts are made of *families* of invented tokens: two prompts that
 begin with the same families, of the same lengths, are equal there. Every subset of a workload can be driven
@@ -7,6 +9,7 @@ as well, because the driver skips an operation that makes no sense: see :class:`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -46,16 +49,40 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return sum(count for _, count in self.prompt)
 
 
-Do: TypeAlias = Literal["add", "schedule", "output", "abort", "reset", "close"]
+Do: TypeAlias = Literal[
+    "add", "chunk", "close", "abort", "reset", "schedule", "output", "repeat", "empty", "preempt", "lost"
+]
 
 
-class Op(msgspec.Struct, frozen=True, omit_defaults=True):
+class Scheduled(msgspec.Struct):
+    """What was recorded of a step, by the numbers of requests.
+
+    ``changed``: tokens, drafts, and computed tokens after the step, of each request in which it differs from
+    the step before; ``dropped``: requests that run no more. ``admitted``: requests, each with the end of its
+    hits. ``preempted``: for lack of blocks.
+    """
+
+    changed: dict[int, tuple[int, int, int]] = {}
+    dropped: list[int] = []
+    admitted: list[tuple[int, int]] = []
+    preempted: list[int] = []
+
+
+class Op(msgspec.Struct, omit_defaults=True):
     """One operation on the engine. ``output`` answers the oldest scheduled step.
 
-    ``add`` adds the request, and when it is there already its next chunk; ``close`` ends a session.
-    ``running``: the reset preempts running requests. Of an output: ``accepted`` drafts by request (the
-    others accept none), ``failed`` table positions [first, end) of a request's blocks that were not loaded,
-    ``failed_whole`` requests of which nothing was loaded, ``loaded`` and ``sent`` transfers that finished.
+    ``add`` adds the request, and in a workload its next chunk when it is there already; elsewhere a ``chunk``
+    has its index in ``count``. ``close`` ends a session. ``preempt``: somebody else than the scheduler
+    preempts, between two steps. ``lost``: the request was preempted for another reason than blocks.
+    ``running``: a reset preempts running requests; a ``preempt`` drops output in flight. ``repeat``: the last
+    step and output, ``count`` times. ``empty``: ``count`` steps that scheduled nothing. ``count`` 1 of a
+    schedule and its output: the step is empty, and its output has an operation. ``at``: microseconds since
+    the recorded engine started.
+
+    Of an output: ``accepted`` drafts by request (the others accept none), and ``proposed`` ones for the next
+    step; ``failed`` table positions [first, end) of a request's blocks that were not loaded, ``failed_whole``
+    requests of which nothing was loaded, ``loaded`` and ``sent`` transfers that finished. ``step``: what was
+    recorded of a schedule, where the reader was asked for it.
 
     Skipped: an operation on a request that is not open, a schedule without any request, an output without a
     scheduled step, and transfers that are not under way.
@@ -69,6 +96,10 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
     failed_whole: tuple[str, ...] = ()
     loaded: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    at: int = 0
+    count: int = 0
+    proposed: dict[str, int] = {}
+    step: Scheduled | None = None
 
     @property
     def details(self) -> dict[str, Any]:
@@ -76,15 +107,18 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
         fields = ("accepted", "failed", "failed_whole", "loaded", "sent")
         return {name: value for name in fields if (value := getattr(self, name))}
 
-    def without(self, names: set[str]) -> Op:
-        """The operation without what it says of the requests ``names``."""
-        return msgspec.structs.replace(
-            self,
-            accepted={name: n for name, n in self.accepted.items() if name not in names},
-            failed={name: n for name, n in self.failed.items() if name not in names},
-            failed_whole=tuple(name for name in self.failed_whole if name not in names),
-            loaded=tuple(name for name in self.loaded if name not in names),
-            sent=tuple(name for name in self.sent if name not in names),
+    def renamed(self, names: Mapping[str, str]) -> Op:
+        """An operation of a workload with what this one says of the requests ``names``, under their new
+        names."""
+        return Op(
+            self.do,
+            names.get(self.request, ""),
+            self.running,
+            accepted={names[name]: n for name, n in self.accepted.items() if name in names},
+            failed={names[name]: n for name, n in self.failed.items() if name in names},
+            failed_whole=tuple(names[name] for name in self.failed_whole if name in names),
+            loaded=tuple(names[name] for name in self.loaded if name in names),
+            sent=tuple(names[name] for name in self.sent if name in names),
         )
 
 
@@ -109,8 +143,8 @@ class Workload(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     def keeping(self, names: set[str]) -> Workload:
         """The workload with only these of its requests."""
-        gone = set(self.requests) - names
-        script = tuple(op.without(gone) for op in self.script if op.request not in gone)
+        kept = {name: name for name in names}
+        script = tuple(op.renamed(kept) for op in self.script if not op.request or op.request in kept)
         requests = {name: request for name, request in self.requests.items() if name in names}
         return msgspec.structs.replace(self, requests=requests, script=script)
 
