@@ -37,7 +37,7 @@ from benchmarks.process import settle
 from benchmarks.scheduler import BY_KEY, WORKLOADS, Effort, Lane, ObservedLane, Workload
 from benchmarks.validity import InvalidRound
 
-from kvledger.audit.conformance.runner import ModelStep
+from kvledger.audit.traffic.driver import ModelStep
 
 REQUEST_STEPS = 64 * 256
 """Request-steps counted of a workload, about as many as between two writes to the journal."""

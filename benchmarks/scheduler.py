@@ -44,10 +44,10 @@ from benchmarks.stats import Estimate, estimate, percentile, typical_ratio
 from benchmarks.validity import require_complete
 from tests.scenarios.driving import images
 
-from kvledger.audit.conformance.engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
-from kvledger.audit.conformance.runner import ModelStep, Runner, tokens
 from kvledger.audit.entry import plugin
 from kvledger.audit.journal.recorder import WRITE_SECONDS
+from kvledger.audit.traffic.driver import ModelStep, Runner, tokens
+from kvledger.audit.traffic.engine_setup import EngineSetup, block_hasher, build_request, build_scheduler
 
 LANES = ("off", "on", "again", "observed")
 """An engine with vLLM's ``log_stats`` off, two with ``log_stats`` on, and one that is also observed."""

@@ -80,27 +80,17 @@ class Figures:
 def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
     """Drive a scheduler observed at ``level``; an error that the engine raises is part of the result."""
     from kvledger.audit.checks.auditor import Auditor
-    from kvledger.audit.engines import choose, host_version
-    from kvledger.audit.journal.memory_recorder import MemoryRecorder
+    from kvledger.audit.traffic.observation import Observation
 
-    sink, observers, schedulers, raised = MemoryRecorder(), [], [], ""
-
-    def attach(scheduler: Any) -> None:
-        observer: Any = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
-        observer.start()
-        observers.append(observer)
-        schedulers.append(scheduler)
-
+    observation, raised = Observation(level), ""
     try:
-        drive(attach)
+        drive(observation)
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
-    for observer in observers:
-        observer.stop("exit")
     auditor = Auditor(keep_closed=True, debug=True)
-    events = sink.take()
+    events = observation.stop()
     auditor.feed_all(events)
-    return Seen(events, auditor, schedulers[0], raised)
+    return Seen(events, auditor, observation.schedulers[0], raised)
 
 
 def scenario(name: str) -> Seen:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from .driver import EngineSetup
+from ..traffic.driver import EngineSetup
 from .worker import DriverWithWorker
 
 BLOCK_SIZE = 32

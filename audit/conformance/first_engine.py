@@ -4,6 +4,6 @@ That process imports this module and nothing runs in it afterwards. A fork of a 
 hangs, because torch's threads are not in it.
 """
 
-from .driver import Driver
+from ..traffic.driver import Driver
 
 Driver()

@@ -19,9 +19,9 @@ from uuid import uuid4
 
 import msgspec
 
+from ..traffic.driver import Driver
+from ..traffic.engine_setup import EngineSetup
 from .connector_classes import Connector
-from .driver import Driver
-from .engine_setup import EngineSetup
 from .observed_engines import ObservedEngines
 from .scorecard import describe_exception, quiet, versions
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..journal.memory_recorder import MemoryRecorder
+from ..events import Event
+from ..traffic.observation import Observation
 
 
 class ObservedEngines:
@@ -18,8 +19,10 @@ class ObservedEngines:
         self.salt = salt
         self.drivers: list[Any] = []
         """One driver per engine, in the order of their start."""
-        self.observed: list[tuple[MemoryRecorder, Any]] = []
-        """Each engine's recorder and observer, in the same order."""
+        self.observed: list[Observation] = []
+        """What was observed of each engine, in the same order."""
+        self.events: list[list[Event]] = []
+        """The events of each, once observation has stopped."""
         self.prefiller: Any = None
         """The driver of the engine that all others read from, where ``disaggregated``."""
         self._disaggregated = disaggregated
@@ -27,8 +30,8 @@ class ObservedEngines:
 
     def start(self, **setup: Any) -> Any:
         """Start an engine; returns its driver. A second engine finds what the first one saved."""
+        from ..traffic.driver import EngineSetup
         from . import disaggregated
-        from .driver import EngineSetup
         from .worker import DriverWithWorker
 
         if not self._disaggregated:
@@ -41,20 +44,18 @@ class ObservedEngines:
         """Stop observing, and shut the connectors of disaggregated engines down."""
         from . import disaggregated
 
-        for _, observer in self.observed:
-            observer.stop("exit")
+        self.events = [observation.stop() for observation in self.observed]
         for driver in self.drivers if self._disaggregated else ():
             disaggregated.shut_down(driver)
 
     def _observe(self, driver: Any) -> Any:
-        from ..engines import choose, host_version
         from ..engines.v1_since_0_27 import V1Observer
 
-        sink = MemoryRecorder()
-        observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
-        observer.start()
+        observation = Observation()
+        observation(driver.scheduler)
+        (observer,) = observation.observers
         assert isinstance(observer, V1Observer)
         observer.watch_worker(driver.worker.connector)
         self.drivers.append(driver)
-        self.observed.append((sink, observer))
+        self.observed.append(observation)
         return driver

@@ -174,9 +174,8 @@ def _drive(
     problems: list[str] = []
     doubts: list[str] = []
     external, metadata = 0, "opaque"
-    for (sink, _), driver in zip(engines.observed, engines.drivers, strict=True):
+    for of_engine, driver in zip(engines.events, engines.drivers, strict=True):
         auditor = Auditor(keep_closed=True)
-        of_engine = sink.take()
         auditor.feed_all(of_engine)
         events += of_engine
         accounts = {account.request_id: account for account in auditor.ledger.accounts()}

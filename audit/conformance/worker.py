@@ -18,9 +18,8 @@ from typing import Any
 from unittest import mock
 from zlib import crc32
 
-from . import release
-from .driver import Driver, EngineSetup, ModelStep
-from .runner import Accepted
+from ..traffic import release
+from ..traffic.driver import Accepted, Driver, EngineSetup, ModelStep
 
 ELEMENTS = 2
 """Numbers per token and layer: a key and a value, of one head of size 1."""

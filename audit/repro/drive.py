@@ -13,18 +13,16 @@ import msgspec
 
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
-from ..conformance.driver import Driver
-from ..conformance.engine_setup import STOP_TOKEN, EngineSetup
-from ..conformance.runner import ModelStep, Runner, tokens
-from ..journal.memory_recorder import MemoryRecorder
+from ..events import Event
 from ..ledger.account import Line
+from ..traffic.driver import Driver, tokens
+from ..traffic.engine_setup import setup_of
+from ..traffic.observation import Observation
 from ..traffic.script import OUT, Check, Op, Request, Segment, Workload
 from . import assertions
 
 MOST_STEPS = 4_000
 """A script that schedules more steps than this is not driven to its end."""
-
-_MODULE = f"{__package__}.connector"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -80,36 +78,18 @@ class Engine:
         return len(self.driver.in_flight)
 
     def _start(self) -> Driver:
-        engine = dict(self.workload.engine)
-        if engine.get("connector") == "scripted":
-            name = (
-                "WorkloadConnector"
-                if len(engine.get("groups", ("full",))) == 1
-                else "WorkloadHybridConnector"
-            )
-            engine |= {"connector": name, "connector_module": _MODULE}
-        if "groups" in engine:
-            engine["groups"] = tuple(engine["groups"])
+        engine = self.workload.engine
         if str(engine.get("connector")).startswith("lmcache"):
             from .lmcache_store import start
 
             driver = start(engine, self.workload.requests)
         else:
-            driver = Driver(EngineSetup(**engine))
-        driver.runner = _FamilyRunner(driver.setup, self)
-        if engine.get("connector_module") == _MODULE:
-            self._answer(driver.connector)
-        return driver
-
-    def _answer(self, connector: Any) -> None:
-        from collections import deque
-
+            scripted = engine.get("connector") == "scripted"
+            driver = Driver(setup_of(engine, "Workload" if scripted else ""))
+        driver.runner.content = lambda name, _, place: self.output_token(name, place)
         for name, request in self.workload.requests.items():
-            connector.answers[name] = deque(
-                tuple(answer) if isinstance(answer, list) else answer for answer in request.answers
-            )
-            if request.hold:
-                connector.holds.add(name)
+            driver.expect(name, request.answers, hold=request.hold)
+        return driver
 
     def carry_out(self, op: Op) -> None:
         """Do one operation of the script, or skip it."""
@@ -122,7 +102,7 @@ class Engine:
                     self.steps.append(self.driver.schedule())
             case "output":
                 if self.driver.in_flight:
-                    self.driver.output(**self._reported(op))
+                    self.driver.output(**self.driver.reported(op))
             case "abort":
                 if name in self.scheduler.requests:
                     self.driver.abort(name)
@@ -156,47 +136,6 @@ class Engine:
             of_request=_of_request(request),
         )
         self.requests.setdefault(name, added)
-
-    def _reported(self, op: Op) -> dict[str, Any]:
-        """The arguments of the driver's output: only transfers that are under way."""
-        driver, step = self.driver, self.driver.in_flight[0]
-        arguments: dict[str, Any] = {
-            "accepted": {name: op.accepted.get(name, 0) for name in step.scheduled.num_scheduled_tokens}
-        }
-        if driver.connector is None:
-            return arguments
-        loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
-        loading = driver.runner.loading | {load.request_id for load in loads if load.asynchronous}
-        held: set[str] = getattr(driver.connector, "held", set())
-        failed: list[int] = []
-        for name, (first, end) in op.failed.items():
-            if name in self.scheduler.requests:
-                failed += driver.blocks(name)[first:end]
-        arguments["invalid_blocks"] = failed
-        arguments["finished_recving"] = sorted(loading.intersection(op.loaded))
-        arguments["failed_recving"] = sorted(loading.intersection(op.failed_whole))
-        arguments["finished_sending"] = sorted(held.intersection(op.sent))
-        return arguments
-
-
-class _FamilyRunner(Runner):
-    """Generates each request's own family of output tokens."""
-
-    def __init__(self, setup: EngineSetup, engine: Engine) -> None:
-        super().__init__(setup, 0)
-        self._engine = engine
-
-    def answer(self, step: ModelStep, requests: Any, accepted: Any) -> Any:
-        answer = super().answer(step, requests, accepted)
-        for name, sampled in zip(answer.req_ids, answer.sampled_token_ids or (), strict=False):
-            request = requests.get(name)
-            if request is None:
-                continue
-            begin = request.num_output_tokens
-            for place, token in enumerate(sampled):
-                if token != STOP_TOKEN:
-                    sampled[place] = self._engine.output_token(name, begin + place)
-        return answer
 
 
 def tokens_of(prompt: tuple[Segment, ...]) -> list[int]:
@@ -244,32 +183,29 @@ class _Watch:
     """The observer and the audit of one engine, and the search for the wanted finding's check."""
 
     def __init__(self, engine: Any, finding: str, *, statement: bool) -> None:
-        from ..engines import blocks_out_of_reach, choose, host_version
-
         self.found: list[Found] = []
         """Every finding so far."""
         self.check: Check | None = None
         """What a test of the wanted finding asserts; None until it is found."""
         self._engine = engine
         self._finding = finding
-        self._sink = MemoryRecorder()
-        """The events that are not audited yet."""
+        self._observation = Observation("")
+        """Has the events that are not audited yet."""
         self._auditor = Auditor(keep_closed=True, watch=(lambda name: True) if statement else None)
         self._wanted: list[Violation] = []
         """Findings of the wanted id for which there is no check yet."""
         self._wrong: dict[str, tuple[int, Any]] = {}
         """Claims of what an earlier operation made wrong: after which operation, and the figure."""
-        level = "tokens" if blocks_out_of_reach(engine.scheduler) else "blocks"
-        self._observer: Any = choose(engine.scheduler)(
-            engine.scheduler, self._sink, version=host_version(), level=level
-        )
-        self._observer.start()
+        self._observation(engine.scheduler)
 
     def look(self, number: int) -> None:
         """Audit what operation ``number`` emitted, and read the figures of what it led to."""
         if self._finding == "tokens/stale-lookup":
             self._note_wrong(number)
-        for violation in self._auditor.feed_all(self._sink.take()):
+        self._audit(self._observation.take(), number)
+
+    def _audit(self, events: list[Event], number: int) -> None:
+        for violation in self._auditor.feed_all(events):
             self.found.append(Found(violation.id, violation.request or "", violation.message, number))
             if violation.id != self._finding:
                 continue
@@ -282,8 +218,7 @@ class _Watch:
 
     def end(self) -> None:
         """Audit what the end of observation emits; then read what is read at the end."""
-        self._observer.stop("exit")
-        self.look(len(self._engine.workload.script))
+        self._audit(self._observation.stop(), len(self._engine.workload.script))
         for violation in self._wanted:
             if self.check is None and not self._engine.in_flight:
                 self._claim(violation, "end", -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..conformance.driver_v0 import V0Driver, V0Setup
+from ..traffic.driver_v0 import V0Driver, V0Setup
 from ..traffic.script import Op, Segment, Workload
 
 

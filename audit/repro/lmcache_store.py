@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from ..conformance.driver import Driver
-from ..conformance.engine_setup import EngineSetup
+from ..traffic.driver import Driver
+from ..traffic.engine_setup import EngineSetup, setup_of
 from ..traffic.script import Answer, Request
 
 CHUNK_TOKENS = 256
@@ -92,4 +92,4 @@ def _setup(engine: dict[str, Any], moved: bool) -> EngineSetup:
     engine |= {"connector": "LMCacheConnectorV1", "connector_options": options}
     if moved:
         engine |= {"connector": "LMCacheConnectorV1Dynamic", "connector_module": _CONNECTOR_MODULE}
-    return EngineSetup(**engine)
+    return setup_of(engine)

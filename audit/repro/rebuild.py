@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from ..conformance.driver_v0 import V0Setup
-from ..conformance.engine_setup import EngineSetup
+from ..traffic.driver_v0 import V0Setup
+from ..traffic.engine_setup import EngineSetup
 from ..traffic.reader import RecordedRequest
 from ..traffic.script import OUT, Answer, Op, Request, Scheduled, Segment, Workload
 from .cut_journal import Cut, NotRebuilt

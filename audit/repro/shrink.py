@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..conformance.engine_setup import EngineSetup
+from ..traffic.engine_setup import EngineSetup
 from ..traffic.script import OUT, Op, Request, Segment, Workload
 from .drive import Outcome
 from .workers import OutOfTime, Pool

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from ..errors import LedgerError
+from ..traffic.processes import Line, VllmProcess, serve_lines
 from ..traffic.script import Workload
 from .drive import Outcome, drive
-from .vllm_process import Line, VllmProcess, serve_lines
 
 LONGEST_DRIVE_SECONDS = 60.0
 """A candidate that takes longer is given up: the scheduler may run without end."""
@@ -78,7 +78,7 @@ def _version(*, v0: bool) -> str:
     if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
         importlib.import_module("vllm.core.scheduler")
     else:
-        from ..conformance.engine_setup import EngineSetup, build_scheduler
+        from ..traffic.engine_setup import EngineSetup, build_scheduler
 
         build_scheduler(EngineSetup())
     return host_version()

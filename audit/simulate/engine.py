@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..conformance.driver import Driver
-from ..conformance.engine_setup import STOP_TOKEN, EngineSetup, build_request
-from ..conformance.runner import FIRST_TOKEN, ModelStep, Runner
-from ..journal.memory_recorder import MemoryRecorder
+from ..traffic.driver import FIRST_TOKEN, Driver, ModelStep, Runner
+from ..traffic.engine_setup import STOP_TOKEN, EngineSetup, build_request, setup_of
+from ..traffic.observation import Observation
 from ..traffic.reader import MOST_DEFERRED, RecordedRequest, Traffic
 from ..traffic.script import Op
 from .rows import Counting, Run
@@ -39,8 +38,6 @@ MOST_IDLE = 2 * MOST_DEFERRED
 _TOKENS = 31_000
 _DIGITS = 5
 """So many digits to the base :data:`_TOKENS` hold 64 bits."""
-
-_MODULE = "kvledger.audit.simulate.connector"
 
 
 def _block(number: int, size: int) -> list[int]:
@@ -137,20 +134,6 @@ class SimulatedRunner(Runner):
         self.proposed: dict[str, int] | None = None
         """How many drafts each request gets for the next step; None: as recorded of its next verification."""
 
-    def answer(self, step: ModelStep, requests: Any, accepted: Any) -> Any:
-        """The recorded tokens."""
-        answer = super().answer(step, requests, accepted)
-        opened = self._engine.opened
-        for name, sampled in zip(answer.req_ids, answer.sampled_token_ids or (), strict=False):
-            one, request = opened.get(name), requests.get(name)
-            if one is None or request is None or not sampled:
-                continue
-            begin, stop, token = request.num_tokens, one.until, one.content.token
-            for place in range(len(sampled)):
-                position = begin + place
-                sampled[place] = STOP_TOKEN if position + 1 == stop else token(position)
-        return answer
-
     def drafts(self, step: ModelStep) -> Any:
         """The recorded number of drafts."""
         from vllm.v1.outputs import DraftTokenIds
@@ -180,44 +163,27 @@ class Engine(Driver):
         """Counts the events."""
         self.opened: dict[str, _Open] = {}
         """Requests that have not ended, by name: their recorded number."""
-        settings = dict(setup)
-        if settings.get("connector"):
-            several = len(settings.get("groups", ("full",))) > 1
-            settings["connector"] = "RecordedHybridConnector" if several else "RecordedConnector"
-            settings["connector_module"] = _MODULE
-        for name in ("groups", "group_tokens"):
-            settings[name] = tuple(settings.get(name, getattr(EngineSetup, name)))
-        settings["scheduler_options"] = tuple(map(tuple, settings.get("scheduler_options", ())))
-        super().__init__(EngineSetup(**settings), record=False)
+        super().__init__(setup_of(setup, "Recorded" if setup.get("connector") else ""), record=False)
         self.runner: SimulatedRunner = SimulatedRunner(self.setup, self)
         """Answers steps."""
+        self.runner.content = self._content
         self.answered_later: set[int] = set()
         """Empty steps in flight whose output has an operation in the script."""
         self.depth = 2 if self.setup.asynchronous else 1
         """How many steps may be in flight."""
         self._size = traffic.block_tokens
         """Tokens of a recorded block."""
-        self._sink = MemoryRecorder()
+        self._observation = Observation(clock=lambda: self.now * 1000)
         """Keeps the events until the ledger takes them."""
-        self._observer = self._observe()
-
-    def _observe(self) -> Any:
-        from ..engines import choose, host_version
-
-        observer = choose(self.scheduler)(
-            self.scheduler, self._sink, version=host_version(), clock=lambda: self.now * 1000
-        )
-        observer.start()
-        return observer
+        self._observation(self.scheduler)
 
     def count(self) -> None:
         """Give the ledger the events since the last call."""
-        self.counting.feed(self._sink.take())
+        self.counting.feed(self._observation.take())
 
     def finish(self) -> Run:
         """End the observation and return what was counted."""
-        self._observer.stop("exit")
-        self.count()
+        self.counting.feed(self._observation.stop())
         return self.counting.run()
 
     # --- what clients do ------------------------------------------------------------------------------
@@ -226,12 +192,7 @@ class Engine(Driver):
         """A request comes."""
         name = str(request.number)
         one = self.opened[name] = _Open(request, _Content(request, self._size))
-        if self.connector is not None:
-            self.connector.answers[name] = deque(
-                tuple(answer) if isinstance(answer, list) else answer for answer in request.answers
-            )
-            if request.hold_us >= 0:
-                self.connector.holds.add(name)
+        self.expect(name, request.answers, hold=request.hold_us >= 0)
         one.until = _stop(request, 0)
         self._add(one, one.content.tokens(0, request.prompt))
 
@@ -283,6 +244,14 @@ class Engine(Driver):
             self.opened = {name: one for name, one in self.opened.items() if name in living}
 
     # --- what the model and the connector do ----------------------------------------------------------
+
+    def _content(self, name: str, request: Any, place: int) -> int:
+        """The recorded token, where it is known."""
+        one = self.opened.get(name)
+        if one is None:
+            return FIRST_TOKEN
+        position = request.num_tokens - request.num_output_tokens + place
+        return STOP_TOKEN if position + 1 == one.until else one.content.token(position)
 
     def accepted(self, step: ModelStep) -> dict[str, int]:
         """How many drafts each request accepts in a step: as in its next recorded verification."""
@@ -383,21 +352,7 @@ def _output(engine: Engine, op: Op) -> None:
         engine.output()
     if not engine.in_flight:
         return
-    step = engine.in_flight[0]
-    arguments: dict[str, Any] = {
-        "accepted": {name: op.accepted.get(name, 0) for name in step.scheduled.scheduled_spec_decode_tokens}
-    }
-    if engine.connector is not None:
-        loads = getattr(step.scheduled.kv_connector_metadata, "loads", ())
-        loading = engine.runner.loading | {load.request_id for load in loads if load.asynchronous}
-        failed: list[int] = []
-        for name, (first, end) in op.failed.items():
-            if name in engine.scheduler.requests:
-                failed += engine.blocks(name)[first:end]
-        arguments["invalid_blocks"] = failed
-        arguments["failed_recving"] = sorted(loading.intersection(op.failed_whole))
-        arguments["finished_recving"] = sorted(loading.intersection(op.loaded))
-        arguments["finished_sending"] = sorted(engine.connector.held.intersection(op.sent))
+    step, arguments = engine.in_flight[0], engine.reported(op)
     engine.answered_later.discard(id(step))
     engine.runner.proposed = op.proposed
     engine.output(**arguments)

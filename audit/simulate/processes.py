@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import LedgerError
-from ..repro.vllm_process import Line, VllmProcess, serve_lines
+from ..traffic.processes import Line, VllmProcess, serve_lines
 from ..traffic.reader import Traffic
 from .rows import Run
 
@@ -67,7 +67,7 @@ def answer(job: Job) -> Answer:
         from ..engines import host_version
 
         if not job.traffic:
-            from ..conformance.engine_setup import EngineSetup, build_scheduler
+            from ..traffic.engine_setup import EngineSetup, build_scheduler
 
             build_scheduler(EngineSetup())
             return Answer(version=host_version())

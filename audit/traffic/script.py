@@ -126,7 +126,7 @@ class Workload(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Requests, and the script of operations that drives them.
 
     ``release``: the vLLM version of the journal. ``engine``: the arguments of
-    :class:`~kvledger.audit.conformance.engine_setup.EngineSetup` that differ from its defaults. There,
+    :class:`~kvledger.audit.traffic.engine_setup.EngineSetup` that differ from its defaults. There,
     ``connector`` may also be ``scripted`` (the answers of the requests), ``lmcache`` or ``lmcache bundled``
     (LMCache's own adapter, with a table in place of its store), and ``scheduler`` may be ``v0``.
     """

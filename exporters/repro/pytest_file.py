@@ -27,12 +27,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ... import __version__
-from ...audit.conformance.driver_v0 import V0Setup
-from ...audit.conformance.engine_setup import EngineSetup
 from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import Fault
 from ...audit.repro import engine_figures
 from ...audit.repro.rebuild import require_types
+from ...audit.traffic.driver_v0 import V0Setup
+from ...audit.traffic.engine_setup import EngineSetup
 from ...audit.traffic.script import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 

@@ -52,7 +52,7 @@ class Broken(BaseException):
 @contextmanager
 def _limited() -> Iterator[None]:
     """Limits on seconds and steps, and no log: what a mutant makes vLLM log is of no use."""
-    from kvledger.audit.conformance.driver import Driver
+    from kvledger.audit.traffic.driver import Driver
 
     def stop(*_: Any) -> None:
         raise TooLong
@@ -109,20 +109,12 @@ def _drive(drive: Callable[[Any], Any], attach: Callable[[Any], None]) -> str:
 def observed(drive: Callable[[Any], Any], level: str) -> Seen:
     """What the audit at one level shows."""
     from kvledger.audit.checks.auditor import Auditor
-    from kvledger.audit.engines import choose, host_version
-    from kvledger.audit.journal.memory_recorder import MemoryRecorder
+    from kvledger.audit.traffic.observation import Observation
 
-    sink, observers = MemoryRecorder(), list[Any]()
-
-    def attach(scheduler: Any) -> None:
-        observers.append(choose(scheduler)(scheduler, sink, version=host_version(), level=level))
-        observers[-1].start()
-
-    seen = Seen(_drive(drive, attach))
-    for observer in observers:
-        observer.stop("exit")
+    observation = Observation(level)
+    seen = Seen(_drive(drive, observation))
     auditor = Auditor(keep_closed=True)
-    auditor.feed_all(sink.take())
+    auditor.feed_all(observation.stop())
     for found in auditor.violations:
         if found.severity == "violation":
             seen.findings.setdefault((found.id, found.request), found.message)

@@ -13,7 +13,7 @@ from tests.scenarios.driving import start
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from kvledger.audit.conformance.driver import Driver, tokens
+from kvledger.audit.traffic.driver import Driver, tokens
 
 
 def connector_calls(driver: Driver, kind: str) -> list[Any]:
@@ -237,7 +237,7 @@ def test_a_synchronous_external_hit_covers_whole_blocks() -> None:
     driver.run()
 
     assert prefill_split(driver, "r") == (0, 160, 40)
-    (metadata,) = connector_calls(driver, "ScriptedMetadata")
+    (metadata,) = connector_calls(driver, "PlannedLoads")
     assert [(load.request_id, load.external_tokens) for load in metadata.loads] == [("r", 160)]
 
 

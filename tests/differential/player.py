@@ -25,10 +25,11 @@ from tests.differential.random_histories import (
     Store,
 )
 from tests.scenarios.driving import Driver, engine_setup, images
-from tests.scenarios.scripted_connector import LookupCall, ScriptedMetadata
+from tests.scenarios.scripted_connector import LookupCall
 
-from kvledger.audit.conformance import release
 from kvledger.audit.engines.weights_watch import mark_weights
+from kvledger.audit.traffic import release
+from kvledger.audit.traffic.connector import PlannedLoads
 
 MAX_STEPS = 300
 """Most steps that a history may take to finish after its last operation."""
@@ -252,7 +253,7 @@ class _Player:
         for call in self.driver.connector.script.calls:
             if isinstance(call, LookupCall) and call.request_id == name:
                 local = call.local_tokens
-            if isinstance(call, ScriptedMetadata):
+            if isinstance(call, PlannedLoads):
                 for load in call.loads:
                     if load.request_id == name and (not ordered or load in ordered):
                         end = -(-(local + load.external_tokens) // size)

@@ -6,28 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import Event, PoolCalls
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
+from kvledger.audit.traffic.observation import Observation
 
 Drive = Callable[..., Any]
 
 
 def observe(scenario: Drive, level: str = "tokens", **setup: Any) -> tuple[Any, list[Event]]:
     """Run a scenario with an observer on its scheduler; return the driver and all events in order."""
-    sink = MemoryRecorder()
-    observers = []
-
-    def attach(scheduler: Any) -> None:
-        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
-        observer.start()
-        observers.append(observer)
-
-    driver = scenario(attach, **setup)
-    for observer in observers:
-        observer.stop("exit")
-    return driver, sink.take()
+    observation = Observation(level)
+    return scenario(observation, **setup), observation.stop()
 
 
 def each(events: Iterable[Event]) -> list[Event]:

@@ -19,7 +19,7 @@ from tests.scenarios.corpus import HISTORIES, SCENARIOS
 from tests.scenarios.driving import Attach, start
 from tests.scenarios.workloads import crowd
 
-from kvledger.audit.conformance.driver import Driver
+from kvledger.audit.traffic.driver import Driver
 
 FAILED_LOAD_COUNTED = ("connector/failed-load-counted", "r")
 """Upstream leaves failed loads in the external figure, on purpose (vLLM #37460): drift."""

@@ -13,9 +13,8 @@ from tests.scenarios.driving import images, start
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import EncoderCacheSeen, EncoderCacheUsed, EngineStarted, Event
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.observation import Observation
 
 
 class Passing(EncoderCacheManager):
@@ -43,20 +42,15 @@ class Renamed(EncoderCacheManager):
 
 
 def recorded(kind: type | None, serve: Callable[[Any], None]) -> list[Event]:
-    sink = MemoryRecorder()
+    observation = Observation()
 
     def attach(scheduler: Any) -> None:
         if kind is not None:
             scheduler.encoder_cache_manager = kind(cache_size=64)
-        observer = choose(scheduler)(scheduler, sink, version=host_version())
-        observer.start()
-        observers.append(observer)
+        observation(scheduler)
 
-    observers: list[Any] = []
-    driver = start(attach, encoder_tokens=64 if kind is not None else 0)
-    serve(driver)
-    observers[0].stop("exit")
-    return sink.take()
+    serve(start(attach, encoder_tokens=64 if kind is not None else 0))
+    return observation.stop()
 
 
 def two_readers(driver: Any) -> None:

@@ -15,13 +15,13 @@ from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import engine_setup, start
 
 from kvledger.audit import events as ev
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.driver import Driver
 
 SCENARIO = SCENARIOS["crowd_async_external"]
 RENAMED_IN = ("preempt_decode_async", "external_preempted_async", "hybrid_external")

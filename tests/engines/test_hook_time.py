@@ -11,9 +11,9 @@ pytest.importorskip("vllm")
 from tests.engines.observed import observe
 
 from kvledger.audit import hooks
-from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import observer
 from kvledger.audit.events import Census
+from kvledger.audit.traffic.driver import Driver, EngineSetup
 
 
 def decode(attach: Any, **_: Any) -> Driver:

@@ -6,8 +6,6 @@ on. A finding that the whole trace does not have is a false alarm.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,9 +15,9 @@ from tests.scenarios.corpus import SCENARIOS
 
 from kvledger.audit.causes import BEGAN_BEFORE
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import EngineStarted, Event, Snapshot
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.observation import Observation
 
 SEGMENT_EVENTS = 25
 MOST_READERS = 12
@@ -43,17 +41,9 @@ class SegmentedRecorder(MemoryRecorder):
 
 def recorded(name: str, level: str) -> list[Event]:
     """The events of a scenario, with many segments."""
-    sink, observers = SegmentedRecorder(), []
-
-    def attach(scheduler: Any) -> None:
-        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
-        observer.start()
-        observers.append(observer)
-
-    SCENARIOS[name](attach)
-    for observer in observers:
-        observer.stop("exit")
-    return sink.take()
+    observation = Observation(level, sink=SegmentedRecorder())
+    SCENARIOS[name](observation)
+    return observation.stop()
 
 
 @pytest.mark.parametrize("level", ["tokens", "blocks"])

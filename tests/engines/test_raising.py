@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from tests.engines.observed import audited, findings, observe
 from tests.scenarios.driving import Attach, Driver, start
 
-from kvledger.audit.conformance import release
 from kvledger.audit.events import EngineRaised, Event, HookFailed
+from kvledger.audit.traffic import release
 
 LEVELS = pytest.mark.parametrize("level", ["tokens", "blocks"])
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])

@@ -12,10 +12,10 @@ pytest.importorskip("vllm")
 from tests.engines.observed import observe
 from tests.scenarios.driving import start
 
-from kvledger.audit.conformance.driver import Driver, tokens
-from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.engines.configuration import engine_index
 from kvledger.audit.events import EngineStarted, RequestAdded
+from kvledger.audit.traffic.driver import Driver, tokens
+from kvledger.audit.traffic.engine_setup import build_request
 
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -20,10 +20,10 @@ from unittest.mock import patch
 
 from tests.scenarios.driving import Driver, engine_setup, lora
 
-from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines import observer as observer_module
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.traffic.observation import Observation
 
 BEGAN = 1_767_225_600.0
 """The beginning of 2026, from which the time of all plans counts."""
@@ -153,19 +153,13 @@ class _Engine:
             setup = engine_setup(**{"blocks": 400, "max_running": 8} | dict(self.plan.setup))
             driver = Driver(setup, record=False)
             driver.scheduler.vllm_config.model_config.served_model_name = self.plan.model
-            sink = MemoryRecorder()
-            version = self.plan.version or host_version()
-            observer = choose(driver.scheduler)(
-                driver.scheduler,
-                sink,
-                version=version,
-                level=self.plan.level,
-                clock=lambda: nanoseconds(self),
-            )
-            observer.start()
+            plan = self.plan
+            observation = Observation(plan.level, version=plan.version or "", clock=lambda: nanoseconds(self))
+            observation(driver.scheduler)
             self._serve(driver, queue)
-            observer.stop("shutdown")
-        write_journal(folder, sink)
+            for observer in observation.observers:
+                observer.stop("shutdown")
+        write_journal(folder, observation.sink)
         return self.now
 
     def _serve(self, driver: Driver, queue: Queue) -> None:

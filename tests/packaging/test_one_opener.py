@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 OPENER = "audit/journal/safe_open.py"
 
 OTHERS = {
-    "audit/conformance/engine_setup.py": "a model of its own",
+    "audit/traffic/engine_setup.py": "a model of its own",
     "audit/demo/engine.py": "the demo's own result",
     "audit/demo/model.py": "the demo's own model",
     "audit/demo/process.py": "the demo's own log",
@@ -21,7 +21,7 @@ OTHERS = {
     "audit/faults/catalogue.py": "data of this package",
     "audit/replay/block_traces.py": "a request trace that the user names",
     "audit/repro/bisect.py": "the output of its own process",
-    "audit/repro/vllm_process.py": "the threads of its own process",
+    "audit/traffic/processes.py": "the threads of its own process",
     "audit/simulate/processes.py": "a folder of its own for one command",
     "audit/simulate/study.py": "a folder of its own for one command",
     "cli_run.py": "the null device",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.engine_setup import EngineSetup
+from kvledger.audit.traffic.driver import Driver
+from kvledger.audit.traffic.engine_setup import EngineSetup
 
 MAX_STEPS = 4000
 """A crowd that takes more steps for one request will never end it."""

@@ -22,11 +22,11 @@ from tests.repro.crowd import Crowd, LoadingDriver
 from tests.repro.faults import FAULTS, Fault
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
+from kvledger.audit.engines import host_version
 from kvledger.audit.events import EngineStarted, Event
 from kvledger.audit.faults.catalogue import catalogue
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.traffic.observation import Observation
 
 ATTEMPTS = 60
 
@@ -38,26 +38,22 @@ class Recording:
         self.auditor = Auditor()
         self.level = level
         self.events = 0
-        self._sink = MemoryRecorder()
+        self._observation = Observation("" if level == "blocks" else level)
         self._writer = JournalWriter(folder, Limits(segment_bytes=segment_bytes, folder_bytes=1 << 40))
-        self._observer: Any = None
 
     def attach(self, scheduler: Any) -> None:
         """Observe a scheduler before its first request."""
-        if blocks_out_of_reach(scheduler):
-            self.level = "tokens"
-        observer_class = choose(scheduler)
-        self._observer = observer_class(scheduler, self._sink, version=host_version(), level=self.level)
-        self._observer.start()
+        self._observation(scheduler)
+        self.level = self._observation.level
 
     def begin_segment(self) -> None:
         """Begin a segment of the journal; the engine must be between two steps."""
-        self._sink.wants_snapshot = True
-        self._observer.at_rest()
+        self._observation.sink.wants_snapshot = True
+        self._observation.observers[0].at_rest()
 
     def catch_up(self) -> None:
         """Audit and write what was observed since the last call."""
-        events = self._sink.take()
+        events = self._observation.sink.take()
         self.auditor.feed_all(events)
         self.events += len(events)
         for segment in _by_segment(events):
@@ -65,7 +61,7 @@ class Recording:
                 self._writer.rotate()
             self._writer.write(segment)
         if self._writer.wants_rotation:
-            self._sink.wants_snapshot = True
+            self._observation.sink.wants_snapshot = True
 
     def found(self, finding: str) -> bool:
         """Whether the audit has a finding by now."""
@@ -74,8 +70,9 @@ class Recording:
 
     def close(self) -> None:
         """End the observation and the journal."""
-        self._observer.stop("shutdown")
-        self._sink.close("shutdown")
+        for observer in self._observation.observers:
+            observer.stop("shutdown")
+        self._observation.sink.close("shutdown")
         self.catch_up()
         self._writer.close()
         assert not self._writer.lost_events

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.engine_setup import EngineSetup
+from kvledger.audit.traffic.driver import Driver
+from kvledger.audit.traffic.engine_setup import EngineSetup, setup_of
 
 __all__ = ["Attach", "Driver", "engine_setup", "images", "lora", "start"]
 
@@ -23,11 +23,8 @@ SCRIPTED_MODULE = "tests.scenarios.scripted_connector"
 
 def engine_setup(**options: Any) -> EngineSetup:
     """The setup of an engine; ``connector`` may be "scripted"."""
-    if options.get("connector") == SCRIPTED:
-        one_group = len(options.get("groups", ("full",))) == 1
-        name = "ScriptedConnector" if one_group else "ScriptedHybridConnector"
-        options |= {"connector": name, "connector_module": SCRIPTED_MODULE}
-    return EngineSetup(**options)
+    scripted = options.get("connector") == SCRIPTED
+    return setup_of(options, "Scripted" if scripted else "", SCRIPTED_MODULE)
 
 
 def lora(name: str, number: int, path: str = "") -> dict[str, Any]:

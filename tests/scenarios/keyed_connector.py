@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
-from tests.scenarios.scripted_reader import ScriptedReader
+from tests.scenarios.scripted_connector import ScriptedConnector
 
 from kvledger.audit.engines.connector_metadata import register
 from kvledger.audit.engines.connector_metadata.metadata_reader import Saved
+from kvledger.audit.traffic.connector import PlannedLoads, PlannedLoadsReader
 
 CHUNK_TOKENS = 32
 
 
 @dataclass
-class KeyedMetadata(ScriptedMetadata):
+class KeyedMetadata(PlannedLoads):
     """The connector metadata of one step, with the saves that it orders."""
 
     saves: tuple[Saved, ...] = ()
@@ -81,7 +81,7 @@ class KeyedConnector(ScriptedConnector):
         return KeyedMetadata(loads, tuple(saves))
 
 
-class KeyedReader(ScriptedReader):
+class KeyedReader(PlannedLoadsReader):
     """Reads loads, saves and the lookup."""
 
     READS: ClassVar[tuple[str, ...]] = ("loads", "saves")

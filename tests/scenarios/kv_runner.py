@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines.content.attached import watch_content
 from kvledger.audit.entry.attach import LiveAudit, attach
+from kvledger.audit.traffic.driver import Driver
 
 HEADS, WIDTH, LAYERS = 2, 4, 2
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import blocks_out_of_reach, choose, host_version
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.account import AccountStatement, Settlement
+from kvledger.audit.traffic.observation import Observation
 
 
 def main(names: list[str]) -> None:
@@ -59,21 +58,11 @@ def _sources(settled: Settlement) -> list[int]:
 @contextlib.contextmanager
 def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
     """Feed the events of every scheduler attached within the block to ``auditor`` when the block ends."""
-    sink = MemoryRecorder()
-    observers: list[Any] = []
-
-    def attach(scheduler: Any) -> None:
-        level = "tokens" if blocks_out_of_reach(scheduler) else "blocks"
-        observer = choose(scheduler)(scheduler, sink, version=host_version(), level=level)
-        observer.start()
-        observers.append(observer)
-
+    observation = Observation("")
     try:
-        yield attach
+        yield observation
     finally:
-        for observer in observers:
-            observer.stop("detached")
-        auditor.feed_all(sink.take())
+        auditor.feed_all(observation.stop("detached"))
 
 
 def balances(account: AccountStatement) -> bool:

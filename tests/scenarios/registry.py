@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.scenarios.driving import Attach, Driver
 
-from kvledger.audit.conformance import release
+from kvledger.audit.traffic import release
 
 Drive = Callable[..., Driver]
 

@@ -19,32 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.scenarios.scripted_reader import ScriptedReader
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
-
 from kvledger.audit.engines.connector_metadata import register
-
-Answer = int | tuple[int, bool] | None
-"""External tokens beyond the local hit; with True where they load asynchronously; None to defer."""
-
-
-@dataclass(frozen=True)
-class ScriptedLoad:
-    """One load that the connector metadata of a step orders."""
-
-    request_id: str
-    external_tokens: int
-    asynchronous: bool
-    block_ids: tuple[tuple[int, ...], ...]
-    """For each KV cache group, the blocks that the request held when the load was ordered."""
-
-
-@dataclass
-class ScriptedMetadata(KVConnectorMetadata):
-    """The connector metadata of one step."""
-
-    loads: tuple[ScriptedLoad, ...] = ()
+from kvledger.audit.traffic.connector import (
+    PlannedLoads,
+    PlannedLoadsReader,
+    WorkloadConnector,
+    WorkloadHybridConnector,
+)
+from kvledger.audit.traffic.script import Answer
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class TiersCall:
     external_tokens: int
 
 
-Call = LookupCall | TiersCall | AllocatedCall | FinishedCall | ScriptedMetadata
+Call = LookupCall | TiersCall | AllocatedCall | FinishedCall | PlannedLoads
 
 
 @dataclass
@@ -92,17 +74,14 @@ class Script:
     calls: list[Call] = field(default_factory=list)
 
 
-class ScriptedConnector(KVConnectorBase_V1):
-    """The scripted scheduler side of an external cache; the worker side is never called."""
+class ScriptedConnector(WorkloadConnector):
+    """The scripted scheduler side of an external cache."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.script = Script()
+        self.holds = self.script.delay_free
         self.block_size: int = vllm_config.cache_config.block_size
-        self.held: set[str] = set()
-        """Finished requests whose blocks stay allocated for a transfer."""
-        self._loads: list[ScriptedLoad] = []
-        self._answered: dict[str, bool] = {}
         groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
         self._has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
 
@@ -142,17 +121,13 @@ class ScriptedConnector(KVConnectorBase_V1):
             request._all_token_ids.pop()
             request.num_prompt_tokens -= 1
         answer = self._answer(request, num_computed_tokens)
-        self._answered[request.request_id] = answer[1]
+        self._asynchronous[request.request_id] = answer[1]
         self.script.calls.append(LookupCall(request.request_id, num_computed_tokens, answer))
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        request_id = request.request_id
-        self.script.calls.append(AllocatedCall(request_id, num_external_tokens))
-        if num_external_tokens:
-            block_ids = tuple(map(tuple, blocks.get_block_ids()))
-            asynchronous = self._answered[request_id]
-            self._loads.append(ScriptedLoad(request_id, num_external_tokens, asynchronous, block_ids))
+        self.script.calls.append(AllocatedCall(request.request_id, num_external_tokens))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         if self.script.sources is None:
@@ -160,45 +135,23 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.script.calls.append(TiersCall(request.request_id, num_external_tokens))
         return self.script.sources(request.request_id, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> ScriptedMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> PlannedLoads:
         self._fail("build_connector_meta")
-        metadata = ScriptedMetadata(tuple(self._loads))
-        self._loads.clear()
+        metadata = super().build_connector_meta(scheduler_output)
         if metadata.loads:
             self.script.calls.append(metadata)
         return metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._fail("request_finished")
-        delayed = request.request_id in self.script.delay_free
-        if delayed:
-            self.held.add(request.request_id)
+        delayed, parameters = super().request_finished(request, block_ids)
         self.script.calls.append(FinishedCall(request.request_id, delayed))
-        return delayed, None
-
-    # The worker side: the driver has no worker.
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
+        return delayed, parameters
 
 
-class ScriptedHybridConnector(ScriptedConnector, SupportsHMA):
+class ScriptedHybridConnector(ScriptedConnector, WorkloadHybridConnector):
     """A scripted connector for pools with more than one KV cache group."""
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids)
 
-
-register(ScriptedConnector.__name__, ScriptedReader)
-register(ScriptedHybridConnector.__name__, ScriptedReader)
+register(ScriptedConnector.__name__, PlannedLoadsReader)
+register(ScriptedHybridConnector.__name__, PlannedLoadsReader)

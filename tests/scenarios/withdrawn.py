@@ -9,7 +9,7 @@ from typing import Any
 from tests.scenarios.driving import Attach, Driver, start
 from tests.scenarios.registry import BOTH, workload
 
-from kvledger.audit.conformance.driver import tokens
+from kvledger.audit.traffic.driver import tokens
 
 STATES = ("full", "mamba")
 

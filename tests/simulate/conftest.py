@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvledger.audit.repro.vllm_process import Line, VllmProcess
 from kvledger.audit.simulate import processes
+from kvledger.audit.traffic.processes import Line, VllmProcess
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit.engines import choose, host_version
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
+from kvledger.audit.traffic.observation import Observation
 
 STEP_US, TOKEN_US, DECODE_US = 4_000, 20, 150
 """How long a step takes, and how much longer for each scheduled token and each request that decodes."""
@@ -41,17 +40,9 @@ def recorded(
     """The events of an engine that the requests come to. ``noise``: by which share steps are longer or
     shorter at most."""
     dice = random.Random(seed)
-    sink, now = MemoryRecorder(), 0
-    observers = []
-
-    def attach(scheduler: Any) -> None:
-        observer = choose(scheduler)(
-            scheduler, sink, version=host_version(), level="blocks", clock=lambda: now * 1000
-        )
-        observer.start()
-        observers.append(observer)
-
-    driver = start(attach, **setup)
+    now = 0
+    observation = Observation("blocks", clock=lambda: now * 1000)
+    driver = start(observation, **setup)
     place = 0
     while place < len(arrivals) or driver.scheduler.has_requests():
         while place < len(arrivals) and arrivals[place].at * 1e6 <= now:
@@ -64,9 +55,7 @@ def recorded(
         took = STEP_US + TOKEN_US * sum(step) + DECODE_US * sum(tokens == 1 for tokens in step)
         now += round(took * (1 + noise * (2 * dice.random() - 1)))
         driver.output()
-    for observer in observers:
-        observer.stop("exit")
-    return sink.take()
+    return observation.stop()
 
 
 def conversations(requests: int, rate: float, seed: int) -> list[Arrival]:

@@ -17,8 +17,8 @@ from tests.audit.checks.watched import Watched
 from tests.engines.observed import audited, observe
 from tests.scenarios.driving import start
 
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import EngineStarted
+from kvledger.audit.traffic.driver import Driver
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

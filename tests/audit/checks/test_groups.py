@@ -17,10 +17,10 @@ from tests.audit.checks.watched import Watched, manager, running, table
 from tests.engines.observed import each, observe
 from tests.scenarios.registry import HYBRID
 
-from kvledger.audit.conformance.driver import Driver
-from kvledger.audit.conformance.engine_setup import EngineSetup
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.pool_calls import TablesReported
+from kvledger.audit.traffic.driver import Driver
+from kvledger.audit.traffic.engine_setup import EngineSetup
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -10,10 +10,11 @@ from tests.engines.observed import audited, each, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Driver, start
 from tests.scenarios.registry import HYBRID, Attach
-from tests.scenarios.scripted_connector import ScriptedConnector, ScriptedMetadata
+from tests.scenarios.scripted_connector import ScriptedConnector
 
 from kvledger.audit.events import BlocksCached, Finished
 from kvledger.audit.ledger.account import Settlement
+from kvledger.audit.traffic.connector import PlannedLoads
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -299,7 +300,7 @@ def test_hits_after_the_blocks_left_the_cache_are_valid(watched):
 
 def with_lost_load(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Request r is promised 96 of its 120 tokens, and the connector metadata orders no load."""
-    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: ScriptedMetadata())
+    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: PlannedLoads())
     driver = watched.start(connector="scripted")
     driver.connector.answer_lookups("r", 96)
     driver.add("r", 120, 3)
@@ -321,7 +322,7 @@ def test_requests_that_hit_blocks_of_a_load_that_was_never_ordered_are_named(wat
 
 @violates("blocks/read-invalid")
 def test_a_hit_in_the_step_of_the_promise_is_invalid_too(watched, monkeypatch):
-    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: ScriptedMetadata())
+    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", lambda *_: PlannedLoads())
     driver = watched.start(connector="scripted")
     driver.connector.answer_lookups("r", 96)
     driver.add("r", 120, 3)

@@ -18,12 +18,12 @@ from tests.engines.observed import observe
 from tests.scenarios.driving import engine_setup
 from tests.scenarios.registry import HYBRID
 
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.events import BlocksDeferred, PoolSeen
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.driver import Driver
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

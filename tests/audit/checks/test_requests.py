@@ -8,7 +8,6 @@ from tests.audit.checks.false_reports import audited, violation_ids
 from tests.audit.checks.watched import Watched
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.events import (
     Admitted,
     Census,
@@ -30,6 +29,7 @@ from kvledger.audit.ledger.engine_postings import (
     STALLED_STEPS,
     STEPS_SECONDS,
 )
+from kvledger.audit.traffic.engine_setup import build_request
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -14,7 +14,6 @@ from tests.histories import events
 from tests.scenarios.driving import Driver, lora
 
 import kvledger
-from kvledger.audit.conformance.engine_setup import EngineSetup
 from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import (
@@ -32,6 +31,7 @@ from kvledger.audit.events import (
     WorkerWeights,
 )
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.traffic.engine_setup import EngineSetup
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

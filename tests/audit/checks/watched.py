@@ -7,8 +7,8 @@ from typing import Any
 from tests.scenarios.driving import start
 
 import kvledger
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.entry.attach import LiveAudit
+from kvledger.audit.traffic.driver import Driver
 
 
 class Watched:

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore
 
-from kvledger.audit.conformance.driver import Driver, EngineSetup
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry import plugin
@@ -28,6 +27,7 @@ from kvledger.audit.entry.variables import VARIABLES
 from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.folder import read
 from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.traffic.driver import Driver, EngineSetup
 
 
 @pytest.fixture

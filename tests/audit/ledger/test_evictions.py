@@ -13,7 +13,6 @@ import kvledger
 from kvledger.audit.analysis.cache_misses import missed_ranges
 from kvledger.audit.analysis.group_boundaries import Groups, groups_of
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import (
     Admitted,
     BlocksCached,
@@ -26,6 +25,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.account import Account
 from kvledger.audit.pool_calls import BlocksAllocated
+from kvledger.audit.traffic.driver import Driver
 from kvledger.exporters.facts.rows import missed_tokens
 
 BLOCK = 16

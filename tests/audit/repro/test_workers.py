@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.time_limits import HANGS
 
-from kvledger.audit.repro import vllm_process
 from kvledger.audit.repro.workers import Job, Pool
+from kvledger.audit.traffic import processes
 from kvledger.audit.traffic.script import Workload
 
 NO_ENGINE = Workload(release="", engine={"no such setting": 1}, requests={}, script=())
@@ -61,7 +61,7 @@ def test_a_worker_that_was_killed_is_replaced(pool: Pool):
 
 def test_a_process_with_a_second_thread_is_not_forked(monkeypatch: pytest.MonkeyPatch):
     thread = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-    monkeypatch.setattr(vllm_process, "_BOOT", thread + vllm_process._BOOT)
+    monkeypatch.setattr(processes, "_BOOT", thread + processes._BOOT)
 
     with Pool(2) as pool:
         ask(pool)
@@ -76,7 +76,7 @@ def test_a_thread_of_jemalloc_does_not_forbid_a_fork(monkeypatch: pytest.MonkeyP
         "with open('/proc/self/task/%d/comm' % thread.native_id, 'w') as name:\n"
         "    name.write('jemalloc_bg_thd')\n"
     )
-    monkeypatch.setattr(vllm_process, "_BOOT", thread + vllm_process._BOOT)
+    monkeypatch.setattr(processes, "_BOOT", thread + processes._BOOT)
 
     with Pool(2) as pool:
         ask(pool)

@@ -11,8 +11,7 @@ pytest.importorskip("vllm")
 from tests.scenarios.driving import Driver, start
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.engines import choose, host_version
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.observation import Observation
 
 STEP_NANOSECONDS = 20_000_000_000
 
@@ -22,13 +21,10 @@ class Watch:
 
     def __init__(self) -> None:
         self.now = 0
-        self.sink = MemoryRecorder()
+        self.observation = Observation("blocks", clock=lambda: self.now)
 
     def __call__(self, scheduler: Any) -> None:
-        self.observer = choose(scheduler)(
-            scheduler, self.sink, version=host_version(), level="blocks", clock=lambda: self.now
-        )
-        self.observer.start()
+        self.observation(scheduler)
 
     def run_on(self, driver: Driver, steps: int) -> None:
         """Another request decodes; a step takes 20 seconds."""
@@ -38,9 +34,8 @@ class Watch:
             driver.step()
 
     def audited(self) -> Auditor:
-        self.observer.stop("exit")
         auditor = Auditor(keep_closed=True)
-        auditor.feed_all(self.sink.take())
+        auditor.feed_all(self.observation.stop())
         return auditor
 
 

@@ -18,7 +18,6 @@ from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 from tests.time_limits import RUN_HANGS
 
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import observer
 from kvledger.audit.engines.connector_metadata import metadata_readers, reader_of
 from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader
@@ -35,6 +34,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.blocks.pool import calls
 from kvledger.audit.pool_calls import BlocksAllocated
+from kvledger.audit.traffic.driver import Driver
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,8 +12,8 @@ from tests.engines.observed import audited, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.events import Admitted, Event, TiersReported
+from kvledger.audit.traffic.driver import Driver
 
 
 def asks() -> bool:

@@ -13,13 +13,13 @@ pytest.importorskip("vllm")
 from tests.conformance.connectors import FailingConnector
 
 from kvledger.audit.checks.auditor import Auditor
-from kvledger.audit.conformance.driver import EngineSetup
 from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.events import BlocksPromised, EngineStarted, Event, WorkerStepped
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.driver import EngineSetup
 
 Watched = tuple[DriverWithWorker, MemoryRecorder, Any]
 

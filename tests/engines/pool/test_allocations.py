@@ -19,7 +19,6 @@ from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import pool_watch
 from kvledger.audit.engines.pool.allocations import Allocations
@@ -27,6 +26,7 @@ from kvledger.audit.engines.pool.attribution import BlockRun
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
+from kvledger.audit.traffic.driver import Driver
 
 Allocation = tuple[int, int, int, str, list[int]]
 """Step, request, group, operation and blocks."""

@@ -13,12 +13,12 @@ from tests.engines.observed import each, observe
 from tests.scenarios.driving import start
 
 import kvledger
-from kvledger.audit.conformance.driver import Driver
 from kvledger.audit.engines.pool.pool_census import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import Admitted, BlockStatesReported
 from kvledger.audit.pool_calls import TablesReported
+from kvledger.audit.traffic.driver import Driver
 
 POOL_BLOCKS = 300
 REQUESTS = 6

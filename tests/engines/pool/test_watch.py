@@ -14,12 +14,12 @@ from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
-from kvledger.audit.conformance.engine_setup import build_request
 from kvledger.audit.engines import blocks_out_of_reach, host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.engines.pool.requirements import BLOCK_ATTRIBUTES, MANAGER_ATTRIBUTES, POOL_ATTRIBUTES
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.traffic.engine_setup import build_request
 
 FULL, MAMBA = 0, 1
 HASHED_TOKENS = 2

@@ -193,7 +193,7 @@ def test_neither_metrics_nor_spans_hold_a_prompts_text_or_token_ids(monkeypatch:
     from tests.engines.observed import observe
     from tests.scenarios.driving import start
 
-    from kvledger.audit.conformance.driver import Driver
+    from kvledger.audit.traffic.driver import Driver
 
     def scenario(attach: Any, **setup: Any) -> Driver:
         driver = start(attach, **setup)

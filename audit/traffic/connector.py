@@ -1,4 +1,4 @@
-"""The KV connector of a workload: its answers to lookups come from the workload's requests.
+"""The KV connectors of scripts: their answers to lookups come from the requests.
 
 vLLM loads this module by its name (``kv_connector_module_path``), so it imports vLLM at the top; nothing else
 in this package does. Only the scheduler side exists. What the worker side would report is in the script.
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from ..engines.connector_metadata import register
 from ..engines.connector_metadata.metadata_reader import MetadataReader
-from ..traffic.script import Answer
+from .script import Answer
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class PlannedLoad:
     """One load that the connector metadata of a step orders, into these blocks of each group."""
 
     request_id: str
+    external_tokens: int
     asynchronous: bool
     block_ids: tuple[tuple[int, ...], ...]
 
@@ -79,7 +80,7 @@ class WorkloadConnector(KVConnectorBase_V1):
         self._asked.discard(name)
         if num_external_tokens:
             block_ids = tuple(map(tuple, blocks.get_block_ids()))
-            self._loads.append(PlannedLoad(name, self._asynchronous[name], block_ids))
+            self._loads.append(PlannedLoad(name, num_external_tokens, self._asynchronous[name], block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> PlannedLoads:
         loads, self._loads = tuple(self._loads), []
@@ -122,5 +123,32 @@ class PlannedLoadsReader(MetadataReader):
         return {block for load in metadata.loads for group in load.block_ids for block in group}
 
 
-register(WorkloadConnector.__name__, PlannedLoadsReader)
-register(WorkloadHybridConnector.__name__, PlannedLoadsReader)
+class RecordedConnector(WorkloadConnector):
+    """An answer is what the connector holds of the request, from its first token on, in place of what it
+    holds beyond the local hit. So it fits any local hit. The last answer stays."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answers: Any = self.answers.get(request.request_id)
+        if not answers or answers[0] is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        held, asynchronous, attempts, local = answer = answers[0]
+        answers[0] = max(0, held - num_computed_tokens), asynchronous
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        answers[0] = answer if attempts < 2 else (held, asynchronous, attempts - 1, local)
+        if attempts == 1:
+            answers.popleft()
+        return found
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        answers = self.answers.get(request.request_id)
+        if answers is not None and len(answers) == 1:
+            answers.append(answers[0])  # the last answer stays
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class RecordedHybridConnector(RecordedConnector, WorkloadHybridConnector):
+    """The same for pools with more than one KV cache group."""
+
+
+for each in (WorkloadConnector, WorkloadHybridConnector, RecordedConnector, RecordedHybridConnector):
+    register(each.__name__, PlannedLoadsReader)

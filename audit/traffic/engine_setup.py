@@ -1,7 +1,7 @@
 """Builds vLLM's objects offline: configuration, KV cache layout, scheduler, request.
 
 Here: how each release has its objects built. Not here: how a release is driven
-(`kvledger.audit.conformance.release`). The configuration is a real `VllmConfig` for a model that exists
+(`kvledger.audit.traffic.release`). The configuration is a real `VllmConfig` for a model that exists
 only as a `config.json` in the temporary directory; no weights, tokenizer or address are looked up.
 
 The platform decides on async scheduling, hybrid pools and diffusion while the configuration is built:
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 STOP_TOKEN = 2
+CONNECTORS = f"{__package__}.connector"
+"""The module of the connectors that answer as a script says."""
 BlockHasher = Callable[[Any], list[Any]]
 _MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -100,6 +102,22 @@ class EngineSetup:
     """The model is an encoder-decoder: an output serves one request, and the decoder attends to it."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
+
+
+def setup_of(settings: Mapping[str, Any], kind: str = "", module: str = CONNECTORS) -> EngineSetup:
+    """The setup with these settings, which may come from JSON.
+
+    ``kind``: its connector is ``<kind>Connector`` of ``module``, or ``<kind>HybridConnector``, which takes
+    more than one KV cache group.
+    """
+    made = dict(settings)
+    if kind:
+        several = len(made.get("groups", ("full",))) > 1
+        made |= {"connector": f"{kind}{'Hybrid' * several}Connector", "connector_module": module}
+    for name in ("groups", "group_tokens"):
+        made[name] = tuple(made.get(name, getattr(EngineSetup, name)))
+    made["scheduler_options"] = tuple(map(tuple, made.get("scheduler_options", ())))
+    return EngineSetup(**made)
 
 
 def build_scheduler(setup: EngineSetup) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .runner import FIRST_TOKEN, tokens
+from .driver import FIRST_TOKEN, tokens
 
 __all__ = ["Attach", "V0Driver", "V0Setup", "start", "tokens"]
 
