@@ -1,6 +1,6 @@
 """Drives candidates in other processes, in parallel and within a budget of time.
 
-vLLM is imported once, in a process that the workers are forks of (``vllm_process.py``). It may run under
+vLLM is imported once, in a process that the workers are forks of (``traffic/processes.py``). It may run under
 another interpreter, whose environment has another vLLM. A worker gets one workload a line
 and answers with one outcome a line. Which candidate is taken depends on their order alone, not on how many
 workers there are or which of them is done first, so a journal always shrinks to the same file.
@@ -8,32 +8,26 @@ workers there are or which of them is done first, so a journal always shrinks to
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
 from ..errors import LedgerError
-from ..traffic.processes import Line, VllmProcess, serve_lines
+from ..traffic.processes import START_SECONDS, Workers, imported, serve_lines
 from ..traffic.script import Workload
 from .drive import Outcome, drive
 
 LONGEST_DRIVE_SECONDS = 60.0
 """A candidate that takes longer is given up: the scheduler may run without end."""
 
-START_SECONDS = 600.0
-"""How long a worker may take to import vLLM. Where ten processes shared two cores it took five minutes."""
-
+MODULE = "kvledger.audit.repro.workers"
+ENDED = "the worker ended, or the scheduler did not return"
 NO_ANSWER = f"the process ended, or did not import vLLM within {START_SECONDS:.0f} s"
 
 
@@ -65,71 +59,16 @@ def answer(job: Job) -> Answer:
     """Do one job in this process."""
     try:
         if job.workload is None:
-            return Answer(version=_version(v0=job.v0))
+            return Answer(version=imported(v0=job.v0))
         return Answer(drive(job.workload, job.finding, statement=job.statement))
     except Exception as error:
         return Answer(error=f"{type(error).__name__}: {error}")
-
-
-def _version(*, v0: bool) -> str:
-    """The version of vLLM, once the modules are imported that every workload needs."""
-    from ..engines import host_version
-
-    if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
-        importlib.import_module("vllm.core.scheduler")
-    else:
-        from ..traffic.engine_setup import EngineSetup, build_scheduler
-
-        build_scheduler(EngineSetup())
-    return host_version()
 
 
 def serve() -> None:
     """Answer jobs from standard input until it ends, and fork workers that do the same."""
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Job).decode
     serve_lines(lambda line: encode(answer(decode(line))))
-
-
-class _Worker:
-    """One worker process; another takes its place after a candidate that never ends."""
-
-    def __init__(self, python: str, parent: VllmProcess) -> None:
-        self._python = python
-        self._parent = parent
-        self._own: VllmProcess | None = None
-        """The worker's process where the parent can't fork."""
-        self._line: Line | None = None
-        """Talks to the worker; None while there is none."""
-        self._pid = 0
-        """The fork's process id; 0: there is none."""
-
-    def ask(self, job: Job, seconds: float) -> Answer:
-        if self._line is None:
-            self._start()
-            seconds += START_SECONDS if self._own is not None else 0.0
-        assert self._line is not None
-        found = self._line.ask(msgspec.json.encode(job), seconds)
-        if found is None:
-            self.stop()
-            return Answer(error="the worker ended, or the scheduler did not return")
-        return msgspec.json.decode(found, type=Answer)
-
-    def _start(self) -> None:
-        forked = self._parent.fork(START_SECONDS)
-        if forked is not None:
-            self._line, self._pid = forked
-        else:
-            self._own = VllmProcess(self._python)
-            self._line = self._own.line
-
-    def stop(self) -> None:
-        if self._own is not None:
-            self._own.stop()
-        elif self._line is not None:
-            with contextlib.suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)  # its parent keeps the process id until it ends itself
-            self._line.close()
-        self._own = self._line = None
 
 
 class Pool:
@@ -147,27 +86,24 @@ class Pool:
         """Called after each candidate."""
         self._known: dict[bytes, Answer] = {}
         """Answers by encoded job."""
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        """Workers without a job."""
-        self._parent = VllmProcess(python) if workers else None
-        """The process that forks the workers; None without workers."""
-        self._workers = [_Worker(python, self._parent) for _ in range(workers) if self._parent]
-        for worker in self._workers:
-            self._idle.put(worker)
+        self.workers = Workers((python,), workers, MODULE) if workers else None
+        """Drive the candidates; None: this process does."""
         self._threads = ThreadPoolExecutor(workers) if workers else None
         """One thread for each worker, which waits for its answer."""
 
     def version(self, *, v0: bool = False) -> str:
         """The vLLM version of the workers, once they have imported it."""
-        if self._parent is None:
+        job = msgspec.json.encode(Job(v0=v0))
+        if self.workers is None:
             found = answer(Job(v0=v0))
         else:
-            line = self._parent.line.ask(msgspec.json.encode(Job(v0=v0)), START_SECONDS)
+            line = self.workers.parent.line.ask(job, START_SECONDS)
             found = msgspec.json.decode(line, type=Answer) if line else Answer(error=NO_ANSWER)
         if not found.version:
             raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
-        if self._threads is not None:  # where vLLM has threads nothing can fork, and each worker imports it
-            list(self._threads.map(lambda worker: worker.ask(Job(v0=v0), START_SECONDS), self._workers))
+        if self._threads is not None and self.workers is not None:
+            # Where vLLM has threads nothing can fork, and each worker imports it.
+            list(self._threads.map(lambda worker: worker.ask(job, START_SECONDS), self.workers.all))
         return found.version
 
     def drive(self, workload: Workload, finding: str, *, statement: bool = False) -> Outcome | None:
@@ -198,7 +134,7 @@ class Pool:
                 yield workload, self._ask(Job(finding, workload), LONGEST_DRIVE_SECONDS)
             return
         waiting: list[tuple[Workload, Future[Answer]]] = []
-        ahead = 2 * len(self._workers)
+        ahead = 2 * self._threads._max_workers
         try:
             while True:
                 for workload in itertools.islice(jobs, ahead - len(waiting)):
@@ -222,14 +158,11 @@ class Pool:
         known = self._known.get(key)
         if known is not None:
             return known
-        if not self._workers:
+        if self.workers is None:
             found = answer(job)
         else:
-            worker = self._idle.get()
-            try:
-                found = worker.ask(job, seconds)
-            finally:
-                self._idle.put(worker)
+            line = self.workers.ask(key, seconds)
+            found = msgspec.json.decode(line, type=Answer) if line is not None else Answer(error=ENDED)
         self._known[key] = found
         return found
 
@@ -237,10 +170,8 @@ class Pool:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for worker in self._workers:
-            worker.stop()
-        if self._parent is not None:
-            self._parent.stop()
+        if self.workers is not None:
+            self.workers.stop()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 

@@ -1,7 +1,7 @@
 """Runs simulations in other processes: several at a time, and under any release's interpreter.
 
 vLLM is imported once for each release, in a process of which the workers are forks
-(``repro/vllm_process.py``). A worker gets one job a line and answers one line. The traffic and what a run
+(``traffic/processes.py``). A worker gets one job a line and answers one line. The traffic and what a run
 led to are files in a folder of the caller, because they are large.
 """
 
@@ -14,20 +14,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..errors import LedgerError
-from ..traffic.processes import Line, VllmProcess, serve_lines
+from ..release_semantics import release as parsed
+from ..repro.bisect import built, given, vllm_of
+from ..text import printable
+from ..traffic.processes import START_SECONDS, Workers, imported, serve_lines
 from ..traffic.reader import Traffic
 from .rows import Run
 
 MODULE = "kvledger.audit.simulate.processes"
-START_SECONDS = 600.0
-"""How long a process may take to import vLLM."""
-
 LONGEST_SECONDS = 7 * 86_400.0
 """A simulation that takes longer is given up."""
 
@@ -67,10 +66,7 @@ def answer(job: Job) -> Answer:
         from ..engines import host_version
 
         if not job.traffic:
-            from ..traffic.engine_setup import EngineSetup, build_scheduler
-
-            build_scheduler(EngineSetup())
-            return Answer(version=host_version())
+            return Answer(version=imported())
         run = _run(job)
         Path(job.result).write_bytes(msgspec.msgpack.encode(run))
         return Answer(version=host_version())
@@ -116,19 +112,13 @@ class Simulators:
 
     def __init__(self, command: Sequence[str], workers: int) -> None:
         self._command = tuple(command)
-        self._parent = VllmProcess(*command, module=MODULE)
-        self._own: list[VllmProcess] = []
-        """The workers' processes where it can't fork."""
-        self._idle: SimpleQueue[Line | None] = SimpleQueue()
-        """Workers without a job; None: one that is not started."""
-        for _ in range(workers):
-            self._idle.put(None)
+        self._workers = Workers(self._command, workers, MODULE)
         self.version = ""
         """The release's version; "" until it was asked."""
 
     def start(self) -> str:
         """Import vLLM and return its version. Raises LedgerError."""
-        found = self._ask(self._parent.line, Job(), START_SECONDS)
+        found = _answered(self._workers.parent.line.ask(msgspec.json.encode(Job()), START_SECONDS))
         if found.error:
             raise LedgerError(f"vLLM's scheduler can't be built by {' '.join(self._command)}: {found.error}")
         self.version = found.version
@@ -136,34 +126,18 @@ class Simulators:
 
     def run(self, job: Job) -> Run:
         """One simulation; waits for a worker. Raises LedgerError."""
-        line = self._idle.get()
-        try:
-            if line is None:
-                line = self._begin()
-            found = self._ask(line, job, LONGEST_SECONDS)
-        finally:
-            self._idle.put(line)
+        found = _answered(self._workers.ask(msgspec.json.encode(job), LONGEST_SECONDS))
         if found.error:
             raise LedgerError(f"the simulation failed: {found.error}")
         return msgspec.msgpack.decode(Path(job.result).read_bytes(), type=Run)
 
-    def _begin(self) -> Line:
-        forked = self._parent.fork(START_SECONDS)
-        if forked is not None:
-            return forked[0]
-        self._own.append(VllmProcess(*self._command, module=MODULE))
-        return self._own[-1].line
-
-    def _ask(self, line: Line, job: Job, seconds: float) -> Answer:
-        found = line.ask(msgspec.json.encode(job), seconds)
-        if found is None:
-            return Answer(error="the process ended")
-        return msgspec.json.decode(found, type=Answer)
-
     def stop(self) -> None:
         """End all processes."""
-        for process in (*self._own, self._parent):
-            process.stop()
+        self._workers.stop()
+
+
+def _answered(line: bytes | None) -> Answer:
+    return Answer(error="the process ended") if line is None else msgspec.json.decode(line, type=Answer)
 
 
 class Away(NamedTuple):
@@ -231,3 +205,67 @@ def shares(files: Sequence[Path]) -> list[float]:
 def same_release(one: str, other: str) -> bool:
     """Whether two versions name one release, whatever a build adds."""
     return one.partition("+")[0] == other.partition("+")[0]
+
+
+# --- which interpreter has a release ---------------------------------------------------------------------
+
+
+class Environments:
+    """The interpreter of each release."""
+
+    def __init__(self, pythons: Sequence[str]) -> None:
+        self._given = given(pythons)
+        """Releases by ``--python``."""
+        self._here = ""
+        """The release that this interpreter has; "" until it was asked."""
+
+    def command(self, release: str) -> Sequence[str]:
+        """What stands in front of the options of the interpreter. "": the release that runs here.
+
+        Raises LedgerError.
+        """
+        if not release:
+            if self.here == "none":
+                raise LedgerError("there is no vLLM here: name a release, and its interpreter with --python")
+            return (sys.executable,)
+        for each in self._given:
+            if same_release(each.release.partition(" ")[0], release):
+                return each.command
+        if same_release(self.here, release):
+            return (sys.executable,)
+        plain = release.partition("+")[0]
+        if not parsed(plain):
+            raise LedgerError(f"{printable(release)!r} is no release of vLLM, such as 0.24.0")
+        try:
+            [environment] = built(Path(), plain)
+        except (LedgerError, ValueError):
+            raise LedgerError(
+                f"there is no environment with vLLM {plain}: give the interpreter of one with "
+                f"--python {plain}=INTERPRETER"
+            ) from None
+        return environment.command
+
+    @property
+    def here(self) -> str:
+        """The release that this interpreter has, or "none"."""
+        if not self._here:
+            try:
+                self._here = vllm_of(sys.executable)
+            except LedgerError:
+                self._here = "none"
+        return self._here
+
+    def between(self, first: str, last: str) -> list[str]:
+        """The releases between two others of which there is an environment, in the order from the one to the
+        other."""
+        low, high = sorted((parsed(first), parsed(last)))
+        names = [each.release.partition(" ")[0] for each in self._given]
+        names += [] if self.here == "none" else [self.here]
+        with contextlib.suppress(LedgerError):  # not in a checkout, or none is built
+            names += [each.release for each in built(Path(), f"{_text(low)}..{_text(high)}")]
+        found = {parsed(name): name for name in reversed(names) if low < parsed(name) < high}
+        return [found[number] for number in sorted(found, reverse=parsed(first) > parsed(last))]
+
+
+def _text(number: tuple[int, ...]) -> str:
+    return ".".join(map(str, number))

@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 """Environment variables with which numpy and torch start no threads of their own."""
 
 FORKED_BY_ITSELF = "jemalloc_bg"
 """The beginning of the names of threads that do not forbid a fork."""
+
+START_SECONDS = 600.0
+"""How long a process may take to import vLLM. Where ten processes shared two cores it took five minutes."""
 
 _READ_BYTES = 1 << 16
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -80,7 +85,7 @@ class VllmProcess:
     ``command`` stands in front of the interpreter's options. ``module`` has the ``serve`` that answers.
     """
 
-    def __init__(self, *command: str, module: str = "kvledger.audit.repro.workers") -> None:
+    def __init__(self, *command: str, module: str) -> None:
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), module=module)
         environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
@@ -114,6 +119,83 @@ class VllmProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.line.close()
+
+
+class Worker:
+    """One worker process; another takes its place after a job that never ends."""
+
+    def __init__(self, command: Sequence[str], module: str, parent: VllmProcess) -> None:
+        self._command, self._module, self._parent = command, module, parent
+        self.own: VllmProcess | None = None
+        """The worker's process where the parent can't fork."""
+        self._line: Line | None = None
+        """Talks to the worker; None while there is none."""
+        self.pid = 0
+        """The fork's process id; 0: there is none."""
+
+    def ask(self, line: bytes, seconds: float) -> bytes | None:
+        """The answer to a job; None: the worker ended, or took longer."""
+        if self._line is None:
+            forked = self._parent.fork(START_SECONDS)
+            if forked is not None:
+                self._line, self.pid = forked
+            else:
+                self.own = VllmProcess(*self._command, module=self._module)
+                self._line = self.own.line
+                seconds += START_SECONDS
+        found = self._line.ask(line, seconds)
+        if found is None:
+            self.stop()
+        return found
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.own is not None:
+            self.own.stop()
+        elif self._line is not None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)  # its parent keeps the process id until it ends itself
+            self._line.close()
+        self.own = self._line = None
+
+
+class Workers:
+    """The workers under one interpreter, each started when first needed, and the process they fork from."""
+
+    def __init__(self, command: Sequence[str], count: int, module: str) -> None:
+        self.parent = VllmProcess(*command, module=module)
+        self.all = [Worker(command, module, self.parent) for _ in range(count)]
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        """Workers without a job."""
+        for worker in self.all:
+            self._idle.put(worker)
+
+    def ask(self, line: bytes, seconds: float) -> bytes | None:
+        """The answer of the next worker that is idle; None: it ended, or took longer."""
+        worker = self._idle.get()
+        try:
+            return worker.ask(line, seconds)
+        finally:
+            self._idle.put(worker)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for worker in self.all:
+            worker.stop()
+        self.parent.stop()
+
+
+def imported(*, v0: bool = False) -> str:
+    """The version of vLLM, once the modules are imported that every job needs."""
+    from ..engines import host_version
+
+    if v0:  # in 0.9 under VLLM_USE_V1=0 no v1 scheduler can be built
+        importlib.import_module("vllm.core.scheduler")
+    else:
+        from .engine_setup import EngineSetup, build_scheduler
+
+        build_scheduler(EngineSetup())
+    return host_version()
 
 
 def serve_lines(answer: Callable[[bytes], bytes]) -> None:

@@ -17,9 +17,8 @@ from ...audit.journal.reader import Reader
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores, here
 from ...audit.replay.windows import Window
-from ...audit.simulate.environments import Environments
 from ...audit.simulate.explanation import Explainer, Explanation, Row, change
-from ...audit.simulate.processes import Simulators
+from ...audit.simulate.processes import Environments, Simulators
 from ...audit.simulate.study import Calibration, Stage, Study, recording
 from ...audit.text import printable
 from ..answer import BAD, GOOD, Answer, Lines, Records, Table, Words, notes, percent

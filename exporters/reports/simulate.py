@@ -20,7 +20,7 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores
 from ...audit.replay.windows import Window
 from ...audit.simulate import settings as of
-from ...audit.simulate.environments import Environments
+from ...audit.simulate.processes import Environments
 from ...audit.simulate.request_trace import ASSUMED, traced
 from ...audit.simulate.study import (
     BY_TIME,

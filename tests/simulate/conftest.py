@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvledger.audit.simulate import processes
+from kvledger.audit.traffic import processes
 from kvledger.audit.traffic.processes import Line, VllmProcess
 
 

@@ -15,7 +15,7 @@ from tests.simulate.timed import Arrival, conversations, recorded, write
 
 from kvledger.audit.events import EngineStarted, Event, Setting
 from kvledger.audit.replay.windows import EVERYTHING
-from kvledger.audit.simulate.environments import Environments
+from kvledger.audit.simulate.processes import Environments
 from kvledger.audit.simulate.settings import Variant
 from kvledger.audit.simulate.study import Outcome, Study, recording
 from kvledger.exporters.reports import diff_explained
