@@ -164,7 +164,9 @@ class Workers:
 
     def __init__(self, command: Sequence[str], count: int, module: str) -> None:
         self.parent = VllmProcess(*command, module=module)
+        """The process that has imported vLLM, which they fork from."""
         self.all = [Worker(command, module, self.parent) for _ in range(count)]
+        """The workers, idle or not."""
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         """Workers without a job."""
         for worker in self.all:

@@ -19,9 +19,9 @@ from unittest import mock
 from tests.scenarios.driving import Attach, engine_setup
 from tests.scenarios.kv_runner import HEADS, LAYERS, WIDTH, Driver, KVRunner
 
-from kvledger.audit.conformance import engine_setup as built_by
 from kvledger.audit.engines.content.attached import watch_content
 from kvledger.audit.entry.attach import attach as attach_audit
+from kvledger.audit.traffic import engine_setup as built_by
 
 BLOCKS, BLOCK_TOKENS = 24, 16
 PAGE_BYTES = HEADS * BLOCK_TOKENS * 2 * WIDTH * 4

@@ -276,7 +276,7 @@ SUBCLASS = """
     import pytest
     from tests.scenarios.driving import start
     from vllm.v1.core.sched.scheduler import Scheduler
-    from kvledger.audit.conformance import engine_setup
+    from kvledger.audit.traffic import engine_setup
 
     class Mine(Scheduler):
         calls = []

@@ -31,7 +31,7 @@ import pytest
 from tests.scenarios.driving import start
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from kvledger.audit.conformance import engine_setup
+from kvledger.audit.traffic import engine_setup
 
 
 def drive(driver):
