@@ -155,7 +155,9 @@ class TraceReader(msgspec.Struct):
     # --- the engine ---------------------------------------------------------------------------------
 
     def _started(self, event: ev.EngineStarted) -> None:
-        if event.level not in LEVELS:
+        if event.engine == "sglang":
+            self.problem = ": this command needs block events, and SGLang is observed at level tokens only."
+        elif event.level not in LEVELS:
             self.problem = f" was recorded at level {event.level}: {NEEDS_BLOCKS}"
         elif self.started is None:
             self.started = event

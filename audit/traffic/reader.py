@@ -294,6 +294,8 @@ class TrafficReader:
     # --- the engine -----------------------------------------------------------------------------------
 
     def _engine_started(self, event: ev.EngineStarted) -> None:
+        if event.engine != "vllm":
+            raise NoTraffic(f"the engine was {event.engine} {event.version}, and only vLLM's can be driven")
         if event.adapter.startswith("v0") and not self._with_steps:
             raise NoTraffic("the engine ran the v0 scheduler, and only that of v1 can be simulated")
         if event.level not in ("blocks", "content") and not self._with_steps:

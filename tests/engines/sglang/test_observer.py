@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.msgpack import Decoder
+from tests.command_line import exit_code
 from tests.engines.sglang.small_scheduler import Batch, Request, Scheduler
 
 from kvledger.audit import events as ev
@@ -235,3 +236,27 @@ def test_the_plugin_observes_one_of_the_tensor_parallel_ranks(
     made(None, first)
     made(None, second)
     assert observed == [first]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("simulate",), "only vLLM's can be driven"),
+        (("repro", "--finding", "tokens/negative"), "only vLLM's can be driven"),
+        (("why", "turns"), "SGLang is observed at level tokens only"),
+        (("whatif",), "SGLang is observed at level tokens only"),
+    ],
+)
+def test_commands_for_blocks_and_for_vllm_refuse_in_a_sentence(
+    command: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler, request = Scheduler(), Request("a", prompt=4, outputs=1)
+    audit = attach(scheduler)
+    scheduler._add_request_to_queue(request)
+    request.cached_tokens = 9
+    scheduler.step(Batch((request, 0, 4)))
+    audit.detach()
+    audit.save(tmp_path / "journal")
+
+    assert exit_code(*command, tmp_path / "journal") == 2
+    assert says in " ".join(capsys.readouterr().err.split())
