@@ -94,6 +94,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         "console_scripts": {"kvledger": "kvledger.cli:main"},
         "pytest11": {"kvledger": "kvledger.audit.entry.pytest_plugin"},
         "vllm.general_plugins": {"kvledger": "kvledger.audit.entry.plugin:install"},
+        "sglang.srt.plugins": {"kvledger": "kvledger.audit.entry.plugin:install_in_sglang"},
     } == {section: dict(parser[section]) for section in parser.sections()}
 
 
