@@ -84,17 +84,14 @@ def main() -> None:
     """Print the table."""
     from releases import build, environ
 
-    from kvledger.audit.demo.model import write_model
+    from kvledger.audit.demo.sglang.run import ENVIRON, write_endless_model
 
     build([RELEASE])
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
-        write_model(model, 1)
-        settings = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
-        given = environ(RELEASE) | {"KVLEDGER_DIR": folder, "SGLANG_USE_CPU_ENGINE": "1"}
-        given |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        write_endless_model(model)
+        given = environ(RELEASE) | ENVIRON | {"KVLEDGER_DIR": folder}
         given["PYTHONPATH"] = os.pathsep.join((given["PYTHONPATH"], str(ROOT / "src")))
         for kind, says in KINDS.items():
             command = [sys.executable, __file__, kind, str(model)]

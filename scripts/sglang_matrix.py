@@ -95,20 +95,15 @@ class Cell(NamedTuple):
 
 def cells(release: str, loads: Sequence[str], folder: Path) -> list[Cell]:
     """Drive the loads in a release, and audit their journals in ``folder``."""
-    from kvledger.audit.demo.model import write_model
+    from kvledger.audit.demo.sglang.run import ENVIRON, write_endless_model
     from kvledger.audit.replay.journals import audit_paths
 
     model = folder / "model"
-    write_model(model, 1)
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**settings, "eos_token_id": None}))
-    path = environ(release)
-    path["PYTHONPATH"] = os.pathsep.join((path["PYTHONPATH"], str(ROOT / "src")))
-    more = {"KVLEDGER_DIR": str(folder), "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    write_endless_model(model)
+    given = environ(release) | ENVIRON | {"KVLEDGER_DIR": str(folder)}
+    given["PYTHONPATH"] = os.pathsep.join((given["PYTHONPATH"], str(ROOT / "src")))
     command = [str(BIN / "python"), "-m", "kvledger.audit.demo.sglang", "--model", str(model), *loads]
-    done = subprocess.run(
-        command, env={**path, **more, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"load"')]
     if done.returncode or len(rows) != len(loads):
         sys.exit(f"{release}: {len(rows)} of {len(loads)} loads ran.\n{done.stderr[-4000:]}")

@@ -1,6 +1,6 @@
 """A script: what is done with one scheduler, as plain values; and a workload: a script with its requests.
 
-The reader of journals writes scripts in the recorded order, and whoever drives a scheduler carries them out.
+The reader of journals writes scripts in the recorded order, and the drivers of a scheduler carry them out.
 
 A workload never contains tokens. Its prompts are made of *families* of invented tokens: two prompts that
 begin with the same families, of the same lengths, are equal there. Every subset of a workload can be driven

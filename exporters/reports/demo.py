@@ -58,7 +58,7 @@ def run_sglang(inject: str | None, folder: Path | None, say: Callable[[str], Non
         served = sglang.run(inject, folder, say)
     report, totals = audit.report(served.audit), served.audit.totals
     hits = totals.of("local") + totals.of("external")
-    told = f"Clients were told of {served.told_cached:,} cached tokens"
+    told = f"The engine reported {served.told_cached:,} cached tokens to clients"
     ran = f"SGLang {served.release} served {counted(report.requests, 'request')} on this CPU"
     if served.injected:
         found = ", ".join(served.found)

@@ -1,7 +1,7 @@
 """Runs SGLang's real engine on a CPU in a process of its own, observed, and audits its journal.
 
-SGLang's wheel declares some 70 packages, among them CUDA builds. Of those that vLLM does not bring, a
-scheduler on a CPU needs ``orjson`` alone. So the wheel alone is fetched, into a folder of the user's cache.
+SGLang's wheel declares some 70 packages, among them CUDA builds. A scheduler on a CPU needs what vLLM brings,
+and ``orjson``. So only these two wheels are fetched, into a folder of the user's cache.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ DEFECT = "cached-tokens-counted-again"
 FOUND_BY = ("tokens/negative", "tokens/set-once")
 
 
+ENVIRON = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a process that runs SGLang's engine on a CPU."""
+
+
 class Served(NamedTuple):
-    """What the demo did. ``told_cached``: the cached tokens that clients were told of, in all."""
+    """What the demo did. ``told_cached``: the cached tokens that the engine reported to clients, in all."""
 
     release: str
     audit: Audit
@@ -68,18 +77,9 @@ def run(inject: str | None, keep: Path | None, say: Callable[[str], None]) -> Se
     folder = keep or Path(tempfile.mkdtemp(prefix="kvledger-sglang-"))
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
-    write_model(model, 1)
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
+    write_endless_model(model)
     path = [str(fetched(say)), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {
-        "KVLEDGER_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join(path),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    given = {**ENVIRON, "KVLEDGER_DIR": str(folder), "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "kvledger.audit.demo.sglang", LOAD, "--model", str(model)]
     command += ["--inject"] if inject else []
     log = folder / "engine.log"
@@ -99,6 +99,13 @@ def run(inject: str | None, keep: Path | None, say: Callable[[str], None]) -> Se
     journal = folder / row["journal"]
     told = sum(each["cached_tokens"] or 0 for each in row["told"].values())
     return Served(row["release"], audit_paths([journal]), journal, inject is not None, told)
+
+
+def write_endless_model(folder: Path) -> None:
+    """Write the demo's model without an end token, so that a request has all the outputs that it asks for."""
+    write_model(folder, 1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
 
 
 def fetched(say: Callable[[str], None]) -> Path:

@@ -2,7 +2,7 @@
 
 The *content* of a block is the KV of the tokens for which it has hashes. It enters when the block is cached
 and leaves when the block is allocated again, loses its hashes, or its pool is reset. The model yields
-*changes*. Whoever judges nothing subscribes to them: occupancy, traces, turns, KV events, stores, routing,
+*changes*. Readers that judge nothing subscribe to them: occupancy, traces, turns, KV events, stores, routing,
 simulations. The ledger of blocks keeps holders, operations and doubts as well, and takes six times as long.
 
 What is true of a content, and why (``tests/audit/ledger/test_contents.py`` has a history of each rule):
@@ -17,8 +17,8 @@ What is true of a content, and why (``tests/audit/ledger/test_contents.py`` has 
   contents share such a number.
 - Hashes that move to another block are still cached.
 - The null block holds nothing.
-- Whoever loses events no longer knows what blocks contain, a failed hook and an exception in a hooked method
-  included: calls may be missing.
+- After lost events, a failed hook or an exception in a hooked method it is not known what blocks contain:
+  calls may be missing.
 """
 
 from __future__ import annotations
