@@ -44,7 +44,7 @@ def test_requests_whose_cached_tokens_were_counted_again_are_named(driven: list[
 @pytest.mark.parametrize(
     ("more", "code", "says"),
     [
-        ((), 0, "clean: the KV-cache token figures of SGLang 0.5.23."),
+        ((), 0, "clean: the KV-cache token figures of this run."),
         (
             ("--inject", "cached-tokens-counted-again"),
             0,
