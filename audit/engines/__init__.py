@@ -13,7 +13,7 @@ from typing import Any
 from ..hooks import EngineMismatch, check
 from .connector_metadata import metadata_readers
 from .pool.requirements import differences as pool_differences
-from .sglang.observer import SGLangObserver
+from .sglang.observer import NO_OWNERS, SGLangObserver
 from .source_files import HostSource, read
 from .v0.observer import V0Observer
 from .v1_since_0_27 import V1Observer
@@ -109,7 +109,7 @@ def is_sglang(scheduler: Any) -> bool:
 def blocks_out_of_reach(scheduler: Any) -> str:
     """Why kvledger can't observe this scheduler at level ``blocks``, in a phrase; "" if it can."""
     if is_sglang(scheduler):
-        return "SGLang's slots have no reference counts, and no call of its pool names a request"
+        return f"SGLang's {NO_OWNERS}"
     return "; ".join(pool_differences(scheduler))
 
 
@@ -139,8 +139,7 @@ def host_source() -> HostSource | None:
 
 
 def host_version(scheduler: Any = None) -> str:
-    """The version of the engine of ``scheduler``, or vLLM's. The engine was imported long before this
-    runs."""
+    """The version of the engine of ``scheduler``, or vLLM's. It was imported long before this runs."""
     if is_sglang(scheduler):
         return str(sys.modules["sglang"].__version__)
     import vllm

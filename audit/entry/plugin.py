@@ -230,7 +230,7 @@ def observe(scheduler: Any) -> object | None:
     Never raises: an engine that can't be observed runs on, and one log line says why.
     """
     try:
-        from ..engines import choose, host_version, is_sglang
+        from ..engines import choose, host_version
 
         observer_class = choose(scheduler)
         recorder = recorder_in_folder("engine")
@@ -240,7 +240,7 @@ def observe(scheduler: Any) -> object | None:
         observer.on_stopped = _log_end
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
-        of_sglang = is_sglang(scheduler)
+        of_sglang = observer.ENGINE == "sglang"
         if not of_sglang:
             engine_end.end_before_shutdown(scheduler, observer)
         (logger if of_sglang else vllm_logger).info(

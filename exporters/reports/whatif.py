@@ -130,7 +130,7 @@ def _most(engines: Sequence[WhatIf]) -> str:
     gains = [(point.gained_points, one) for one in engines for point in [*one.curve, one.ideal] if one.blocks]
     most, one = max(gains, key=lambda gain: gain[0], default=(0.0, engines[0]))
     if most <= 0:
-        return f"More blocks would gain no hits on any of {counted(len(engines), 'engine')}."
+        return f"More blocks would not add hits on any of {counted(len(engines), 'engine')}."
     return f"Of {len(engines)} engines, {one.engine} would gain most by more blocks: {one.sentence}"
 
 

@@ -65,6 +65,9 @@ In 0.5.23 an object that can't be given a wrapper has them. There the message te
 UPDATE = "UpdateWeight"
 """How the names of messages begin that ask for new weights."""
 
+NO_OWNERS = "slots have no reference counts, and no call of its pool names a request"
+"""Why levels above ``tokens`` are out of reach."""
+
 UNSUPPORTED = (
     ("speculative_algorithm", None, "speculative decoding"),
     ("disaggregation_mode", "null", "prefill and decode on different engines"),
@@ -159,7 +162,6 @@ class SGLangObserver(Observer):
 
     NAME: ClassVar[str] = "sglang-0.5"
     ENGINE: ClassVar[str] = "sglang"
-    LEVELS: ClassVar[tuple[str, ...]] = ("tokens",)
     CENSUS_AT_END: ClassVar[tuple[str, ...]] = ("detached",)
     HAS: ClassVar[tuple[str, ...]] = (
         "waiting_queue",
@@ -314,8 +316,7 @@ class SGLangObserver(Observer):
         """``flush_cache`` returned; newer releases return an object."""
         self.log.emit(ev.CacheReset(self.log.now(), bool(getattr(result, "success", result)), False))
 
-    # --- a step
-    # -----------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------------
 
     def step_begins(self, *_: Any, **__: Any) -> None:
         """``get_next_batch_to_run`` is called. The counts of requests are those after the last step."""
@@ -448,11 +449,8 @@ class SGLangObserver(Observer):
 
 def refuse_unsupported(scheduler: Any, level: str) -> None:
     """Raise :class:`~kvledger.audit.hooks.EngineMismatch` for what is not observed."""
-    if level not in SGLangObserver.LEVELS:
-        raise EngineMismatch(
-            f"SGLang is observed at level tokens, not {level}: its slots have no reference counts, and no "
-            "call of its pool names a request"
-        )
+    if level != "tokens":
+        raise EngineMismatch(f"SGLang is observed at level tokens, not {level}: its {NO_OWNERS}")
     arguments = scheduler.server_args
     for name, observed, what in UNSUPPORTED:
         if getattr(arguments, name, observed) not in (observed, None):
