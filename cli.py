@@ -134,7 +134,7 @@ def check(
     "/var/lib/kvledger --log litellm.jsonl --since 1d --format csv",
     exit_codes=(
         "Exit codes: 0 every call is equal or explained; 1 a difference is unexplained; 2 bad usage or "
-        "input; 3 a call is not in the trace or its account is incomplete."
+        "input; 3 a call is not in the trace, its account is incomplete, or no call is told of."
     ),
 )
 def usage(
@@ -146,8 +146,8 @@ def usage(
 ) -> Answer:
     """Compare the usage that clients were told with the ledger, call by call.
 
-    The log has one JSON object a line: OpenAI responses, LiteLLM's logging payload, OpenTelemetry spans, or
-    Envoy AI Gateway's access log. docs/usage.md says how to write one beside a server.
+    The log has one JSON object a line: responses of any of the usual forms, or what LiteLLM, Langfuse,
+    OpenTelemetry or Envoy AI Gateway log. docs/usage.md says how to write one beside a server.
     """
     from .audit.replay.find import journals_at
     from .exporters import usage_logs

@@ -1,14 +1,8 @@
-"""Logs of what clients were told: JSON Lines of OpenAI responses, or of a gateway.
+"""Logs of what clients were told: JSON Lines of responses, or of a gateway.
 
-One reader per kind of line; the kind is found by its keys.
-
-- An OpenAI response or last chunk (completions, chat, responses), with ``id`` and ``usage``, as it was sent,
-  or below ``response``. The middleware of :mod:`kvledger.exporters.usage_middleware` writes such lines.
-- LiteLLM's standard logging payload: https://docs.litellm.ai/docs/proxy/logging_spec
-- OpenTelemetry spans with ``gen_ai.usage.*``, one a line, or OTLP's JSON:
-  https://github.com/open-telemetry/semantic-conventions-genai
-- Access logs of Envoy AI Gateway, with the same attributes or with its metadata keys ``llm_input_token``,
-  ``llm_cached_input_token`` and ``llm_output_token``: https://aigateway.envoyproxy.io
+:data:`PRODUCERS` has a row for each kind of line: where it has the ids and the figures, and what its prompt
+figure counts. The first row that finds a figure reads the line. A line that none understands is counted, and
+the first one of them is said with its reason; the others are read.
 """
 
 from __future__ import annotations
@@ -22,137 +16,251 @@ from ..audit.analysis.usage import Told
 from ..audit.errors import LedgerError
 from ..audit.text import shown_id
 
-NAMES = ("gen_ai.response.id", "x-request-id", "x_request_id", "request_id", "trace_id")
-PROMPT = ("gen_ai.usage.input_tokens", "llm_input_token")
-CACHED = (
-    "gen_ai.usage.cache_read.input_tokens",
-    "gen_ai.usage.cache_read_input_tokens",
-    "llm_cached_input_token",
+LARGEST_COUNT = 1 << 53
+"""A larger count of tokens is no count: JSON's numbers are exact up to here."""
+
+
+class Producer(NamedTuple):
+    """What lines of one kind tell. A path names a value in nested objects; of several, the first that is.
+
+    ``where``: who writes such lines, and what is special in them. ``ids``: of the call, the most exact first.
+    ``rest``: the prompt figure leaves out the tokens that were read from the cache and those that were
+    written to it. ``marks``: only a line that has one of these is of this kind; none: its figures suffice.
+    """
+
+    name: str
+    where: str
+    ids: Sequence[str]
+    prompt: Sequence[str]
+    cached: Sequence[str]
+    output: Sequence[str]
+    written: Sequence[str] = ()
+    rest: bool = False
+    marks: Sequence[str] = ()
+
+
+_IDS = ("x-request-id", "x_request_id", "request_id", "trace_id")
+_CHAT = "prompt_tokens_details/cached_tokens"
+
+PRODUCERS = (
+    Producer(
+        "LiteLLM's standard logging payload",
+        "https://docs.litellm.ai/docs/proxy/logging_spec; it gives a response its own id, and may keep the "
+        "server's in the response",
+        ("response/id", "id", "litellm_call_id", "trace_id"),
+        ("prompt_tokens",),
+        (f"metadata/usage_object/{_CHAT}", f"response/usage/{_CHAT}"),
+        ("completion_tokens",),
+        marks=("call_type",),
+    ),
+    Producer(
+        "completions and chat",
+        "OpenAI's form, of vLLM, SGLang and Dynamo's frontend, also below `response`; vLLM's chat says what "
+        "was written",
+        ("id", *_IDS),
+        ("usage/prompt_tokens",),
+        (f"usage/{_CHAT}",),
+        ("usage/completion_tokens",),
+        ("usage/prompt_tokens_details/created_cache_tokens",),
+    ),
+    Producer(
+        "messages",
+        "Anthropic's form, `/v1/messages`: `input_tokens` is what was neither read nor written. vLLM without "
+        "`--enable-prompt-tokens-details` tells neither, and has the whole prompt there",
+        ("id", *_IDS),
+        ("usage/input_tokens",),
+        ("usage/cache_read_input_tokens",),
+        ("usage/output_tokens",),
+        ("usage/cache_creation_input_tokens",),
+        rest=True,
+        marks=("usage/cache_read_input_tokens", "usage/cache_creation_input_tokens"),
+    ),
+    Producer(
+        "responses",
+        "OpenAI's `/v1/responses`; vLLM says what was written, too",
+        ("id", *_IDS),
+        ("usage/input_tokens",),
+        ("usage/input_tokens_details/cached_tokens",),
+        ("usage/output_tokens",),
+        ("usage/input_tokens_details/cache_write_tokens",),
+    ),
+    Producer(
+        "SGLang's /generate",
+        "`meta_info` of the native endpoint",
+        ("meta_info/id", *_IDS),
+        ("meta_info/prompt_tokens",),
+        ("meta_info/cached_tokens",),
+        ("meta_info/completion_tokens",),
+    ),
+    Producer(
+        "Langfuse's export of observations",
+        "`usageDetails`, whose parts add up to its total: `input` is what was not cached",
+        ("metadata/response_id", "traceId", "id"),
+        ("usageDetails/input",),
+        ("usageDetails/input_cached_tokens", "usageDetails/cache_read_input_tokens"),
+        ("usageDetails/output",),
+        ("usageDetails/cache_creation_input_tokens",),
+        rest=True,
+    ),
+    Producer(
+        "spans and access logs",
+        "OpenTelemetry's `gen_ai.*` of both registries (the older names are those of vLLM's own spans), and "
+        "Envoy AI Gateway's metadata keys",
+        ("gen_ai.response.id", "gen_ai.request.id", *_IDS),
+        ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm_input_token"),
+        (
+            "gen_ai.usage.cache_read.input_tokens",
+            "gen_ai.usage.cache_read_input_tokens",
+            "llm_cached_input_token",
+        ),
+        ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm_output_token"),
+        ("gen_ai.usage.cache_creation.input_tokens",),
+    ),
 )
-OUTPUT = ("gen_ai.usage.output_tokens", "llm_output_token")
+"""Each kind of line, in the order in which they are tried."""
+
+
+BEGINS, ENDS = "<!-- kinds of lines, from exporters/usage_logs.py -->", "<!-- end -->"
+"""What stands around the table of :data:`PRODUCERS` in docs/usage.md."""
+
+
+def replaced(page: str) -> str:
+    """docs/usage.md with the table of :data:`PRODUCERS`."""
+    rows = ["| line | from | id of the call | prompt tokens | cached tokens |", "|---|---|---|---|---|"]
+    for each in PRODUCERS:
+        paths = [
+            ", ".join(f"`{path.replace('/', '.')}`" for path in of)
+            for of in (each.ids, each.prompt, each.cached)
+        ]
+        rest = " + read + written" if each.rest else ""
+        rows.append(f"| {each.name} | {each.where} | {paths[0]} | {paths[1]}{rest} | {paths[2]} |")
+    before, _, after = page.partition(BEGINS)
+    return f"{before}{BEGINS}\n\n" + "\n".join(rows) + f"\n\n{ENDS}" + after.partition(ENDS)[2]
 
 
 class UsageLog(NamedTuple):
-    """The lines of a log that tell of a call, and how many others it has."""
+    """What a log tells of calls.
+
+    ``other_lines``: how many lines tell of none. ``first_other``: the first of them and why, a sentence.
+    ``free``: how many calls a gateway priced at 0.
+    """
 
     told: list[Told]
     other_lines: int
+    first_other: str = ""
+    free: int = 0
 
 
 def read(path: Path) -> UsageLog:
-    """Read a log. Raises LedgerError if it can't be read, or a line is no JSON object."""
+    """Read a log. Raises LedgerError if it can't be opened or is no text; a bad line is one of the others."""
     told: list[Told] = []
-    others = 0
+    others, free, first = 0, 0, ""
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    found = told_in(line, path, number)
+                if not line.strip():
+                    continue
+                try:
+                    record = _object(line)
+                    found = list(_told(record, number))
+                    free += bool(found) and record.get("response_cost") == 0
                     told += found
-                    others += not found
+                    why = "" if found else "has no usage, or no id"
+                except (ValueError, RecursionError) as error:
+                    why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+                others += bool(why)
+                first = first or (f"line {number} {why}" if why else "")
     except OSError as error:
         raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise LedgerError(f"{path} is no text in UTF-8.") from error
-    return UsageLog(told, others)
+    return UsageLog(told, others, first, free)
 
 
-def told_in(line: str | bytes, path: Path, number: int) -> list[Told]:
-    """What one line of a log tells of calls. Raises LedgerError if it is no JSON object."""
-    return list(_line(line, path, number))
-
-
-def _line(line: str | bytes, path: Path, number: int) -> Iterator[Told]:
+def _object(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise LedgerError(f"Line {number} of {path} is no JSON object.")
-    try:
-        for each in _told(record, number):
-            if each.names and (each.prompt_tokens, each.cached, each.output_tokens) != (None, None, None):
-                yield each
-    except (TypeError, ValueError, AttributeError) as error:
-        raise LedgerError(f"Line {number} of {path} has a token count that is no number.") from error
+        raise ValueError("is no JSON object")
+    return record
 
 
 def _told(record: dict[str, Any], number: int) -> Iterator[Told]:
+    """What one line tells of calls. Raises ValueError for a figure that is no count of tokens."""
+    for each in _records(record):
+        for producer in PRODUCERS:
+            if producer.marks and _first(each, producer.marks) is None:
+                continue
+            names = _names(each, producer.ids)
+            prompt, cached, output, written = (
+                _count(_first(each, paths))
+                for paths in (producer.prompt, producer.cached, producer.output, producer.written)
+            )
+            if names and (prompt, cached, output) != (None, None, None):
+                if producer.rest and prompt is not None:
+                    prompt += (cached or 0) + (written or 0)
+                yield Told(names, prompt, cached, output, number, written)
+                break
+
+
+def _records(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects of a line that may tell of a call: spans of OTLP's JSON, a span, a response, the line."""
     if "resourceSpans" in record:
-        for resource in record["resourceSpans"]:
-            for scope in resource.get("scopeSpans", ()):
-                for span in scope.get("spans", ()):
-                    values = {each["key"]: _otlp_value(each["value"]) for each in span.get("attributes", ())}
-                    yield _attributes(values | {"trace_id": span.get("traceId")}, number)
-    elif "call_type" in record and "prompt_tokens" in record:
-        yield _litellm(record, number)
+        for resource in _list(record["resourceSpans"]):
+            for scope in _list(resource.get("scopeSpans", [])):
+                for span in _list(scope.get("spans", [])):
+                    values = {
+                        str(each.get("key")): next(iter(_object_or_empty(each.get("value")).values()), None)
+                        for each in _list(span.get("attributes", []))
+                    }
+                    yield values | {"trace_id": span.get("traceId")}
     elif isinstance(record.get("attributes"), dict):
-        trace = str((record.get("context") or {}).get("trace_id", "")).removeprefix("0x")
-        yield _attributes(record["attributes"] | {"trace_id": trace}, number)
-    elif any(key in record for key in (*PROMPT, *OUTPUT)):
-        yield _attributes(record, number)
+        trace = str(_object_or_empty(record.get("context")).get("trace_id", "")).removeprefix("0x")
+        yield record["attributes"] | {"trace_id": trace}
+    elif isinstance(record.get("response"), dict) and "call_type" not in record:
+        yield {name: record[name] for name in _IDS if name in record} | record["response"]
     else:
-        response = record.get("response") if isinstance(record.get("response"), dict) else record
-        if isinstance(response, dict) and isinstance(response.get("usage"), dict):
-            names = [response.get("id"), *(record.get(name) for name in NAMES)]
-            yield _usage(response["usage"], names, number)
+        yield record
 
 
-def _usage(usage: Mapping[str, Any], names: Sequence[object], number: int) -> Told:
-    """The ``usage`` of an OpenAI response, by the names of completions or of responses."""
-    new = "input_tokens" in usage
-    details = usage.get("input_tokens_details" if new else "prompt_tokens_details") or {}
-    return Told(
-        _names(names),
-        _count(usage.get("input_tokens" if new else "prompt_tokens")),
-        _count(details.get("cached_tokens")),
-        _count(usage.get("output_tokens" if new else "completion_tokens")),
-        number,
-    )
+def _list(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ValueError("is no OTLP: a list of objects is something else")
+    return value
 
 
-def _litellm(record: Mapping[str, Any], number: int) -> Told:
-    """LiteLLM gives a response its own id, and may keep the server's id in the response."""
-    response = record.get("response")
-    response = response if isinstance(response, dict) else {}
-    usage = (record.get("metadata") or {}).get("usage_object") or response.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    names = [response.get("id"), record.get("id"), record.get("litellm_call_id"), record.get("trace_id")]
-    return Told(
-        _names(names),
-        _count(record.get("prompt_tokens")),
-        _count(details.get("cached_tokens")),
-        _count(record.get("completion_tokens")),
-        number,
-    )
+def _object_or_empty(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def _attributes(values: Mapping[str, Any], number: int) -> Told:
-    return Told(
-        _names([values.get(name) for name in NAMES]),
-        _count(_first(values, PROMPT)),
-        _count(_first(values, CACHED)),
-        _count(_first(values, OUTPUT)),
-        number,
-    )
+def _first(record: Mapping[str, Any], paths: Sequence[str]) -> object:
+    """The first value that is there; gateways write ``-`` for none."""
+    for path in paths:
+        value: Any = record
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value not in (None, "", "-"):
+            return value
+    return None
 
 
-def _otlp_value(value: Mapping[str, Any]) -> object:
-    return next(iter(value.values()), None)
-
-
-def _first(values: Mapping[str, Any], names: Sequence[str]) -> object:
-    return next((values[name] for name in names if values.get(name) not in (None, "", "-")), None)
-
-
-def _names(values: Sequence[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(shown_id(str(value)) for value in values if value not in (None, "", "-")))
+def _names(record: Mapping[str, Any], paths: Sequence[str]) -> tuple[str, ...]:
+    found = (_first(record, [path]) for path in paths)
+    return tuple(dict.fromkeys(shown_id(str(value)) for value in found if value is not None))
 
 
 def _count(value: object) -> int | None:
-    """A count of tokens; gateways write some as text. Raises ValueError or TypeError."""
+    """A count of tokens; gateways write some as text. Raises ValueError."""
     if value is None:
         return None
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError(value)
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    try:
+        number = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if isinstance(value, bool) or (isinstance(value, float) and value != number):
+        number = -1
+    if not 0 <= number < LARGEST_COUNT:
+        raise ValueError("has a token count that is no number")
+    return int(number)

@@ -102,7 +102,15 @@ class _Response:
                 self._kept = b""
                 for line in lines:
                     if not self._too_large and line.startswith(b"data:"):
-                        self._last = _usage(line[5:]) or self._last
+                        found = _usage(line[5:])
+                        if found is not None:
+                            # The last event of /v1/messages has no id, and may lack figures of the first.
+                            first = self._last or {}
+                            self._last = {
+                                "id": found["id"] or first.get("id"),
+                                "object": found["object"] or first.get("object"),
+                                "usage": first.get("usage", {}) | found["usage"],
+                            }
                     self._too_large = False
             self._keep(part, LARGEST_LINE if self._streams else LARGEST_BODY)
 
@@ -131,8 +139,9 @@ def _usage(text: bytes) -> dict[str, Any] | None:
         body = json.loads(text)
     except ValueError:
         return None
-    if isinstance(body, dict) and isinstance(body.get("response"), dict):  # the events of /v1/responses
-        body = body["response"]
+    for name in ("response", "message"):  # the events of /v1/responses, and the first of /v1/messages
+        if isinstance(body, dict) and isinstance(body.get(name), dict):
+            body = body[name]
     if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
         return None
-    return {name: body.get(name) for name in ("id", "object", "usage")}
+    return {"id": body.get("id"), "object": body.get("object") or body.get("type"), "usage": body["usage"]}

@@ -14,6 +14,7 @@ from kvledger.audit.checks import figures_page, registry
 from kvledger.audit.checks.registry import KINDS, Kind
 from kvledger.audit.faults import release_rules
 from kvledger.dashboards.rules import SOURCE, rules
+from kvledger.exporters import usage_logs
 from kvledger.exporters.metrics import metric_list
 from kvledger.exporters.trace import columns
 
@@ -24,6 +25,7 @@ def generated() -> Iterator[tuple[str, str]]:
     """Each generated file, relative to the repository, and the text that it must have."""
     yield "docs/reference/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
+    yield "docs/usage.md", usage_logs.replaced((ROOT / "docs/usage.md").read_text())
     yield "docs/differences.md", release_rules.replaced((ROOT / "docs/differences.md").read_text())
     yield "docs/reference/glossary.md", glossary.markdown()
     yield "docs/reference/metrics.md", metric_list.markdown()

@@ -30,21 +30,23 @@ from ..client_ids import client_names
 from ..ledger.account import AccountStatement
 from .calls import DECODE, CallFigures, CallRequest, FoundRequests, calls_of, figures
 
-EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED = (
+EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED, REPEATED = (
     "equal",
     "explained",
     "unexplained",
     "unknown",
     "not in the trace",
+    "told again",
 )
-VERDICTS = (EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED)
+VERDICTS = (EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED, REPEATED)
+"""Of a line of the log. The last: an earlier line has told the same of the same call."""
 
 
 class Told(NamedTuple):
     """What a client was told about one call. Tokens; None: it was not told.
 
     ``names`` are ids of the call, the most exact first: the response's id, the ``X-Request-Id``, a trace id.
-    ``line`` is the line in the log, from 1.
+    ``line`` is the line in the log, from 1. ``written``: tokens written to the cache, as the server says.
     """
 
     names: tuple[str, ...]
@@ -52,6 +54,7 @@ class Told(NamedTuple):
     cached: int | None
     output_tokens: int | None
     line: int
+    written: int | None = None
 
 
 class Reconciled(NamedTuple):
@@ -123,14 +126,21 @@ class CallIndex:
 
 
 def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
-    """Compare each line of a log with its call. A call is taken by one line."""
+    """Compare each line of a log with its call. A call is taken by one line; one that says the same is a
+    copy."""
     taken: set[str] = set()
+    said: set[Told] = set()
     rows: list[Reconciled] = []
     unlogged: dict[str, list[CallRequest]] = {}
     for each in told:
         every = index.calls(each.names)
         free = [call for call in every if _key(call) not in taken]
         unlogged |= {_key(call): call for call in every}
+        same = each._replace(line=0)
+        if same in said and not free:
+            rows.append(Reconciled(each, REPEATED, (), None, ()))
+            continue
+        said.add(same)
         rows.append(_row(each, free or every))
         if rows[-1].requests:
             taken.add(_key(rows[-1].requests))

@@ -10,6 +10,7 @@ from typing import Any
 from ...audit.analysis.calls import CallRequest
 from ...audit.analysis.usage import (
     EQUAL,
+    REPEATED,
     UNEXPLAINED,
     UNKNOWN,
     UNTRACED,
@@ -72,11 +73,12 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
 
 
 def verdict(result: Usage) -> str:
-    """``violated``: a difference is unexplained. ``unknown``: a call has no complete account."""
+    """``violated``: a difference is unexplained. ``unknown``: a call has no complete account, or none is
+    told."""
     verdicts = {row.verdict for row in result.calls}
     if UNEXPLAINED in verdicts:
         return "violated"
-    return "unknown" if verdicts & {UNKNOWN, UNTRACED} else "clean"
+    return "unknown" if verdicts & {UNKNOWN, UNTRACED} or not verdicts else "clean"
 
 
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
@@ -84,7 +86,7 @@ CODES = {"clean": 0, "violated": 1, "unknown": 3}
 
 def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
     """The sums by verdict and cause, tokens told and settled by tenant, then the calls that differ."""
-    differ = [row for row in result.calls if row.verdict != EQUAL]
+    differ = [row for row in result.calls if row.verdict not in (EQUAL, REPEATED)]
     shown = differ if verbose else differ[:SHOWN]
     left = Words(f"{len(differ) - len(shown)} more; -v prints them.", DIM)
     told = [
@@ -118,7 +120,7 @@ def _toned(cause: str) -> str:
 
 def _sentences(result: Usage, log: UsageLog) -> Iterator[str]:
     counts = Counter(row.verdict for row in result.calls)
-    calls = counted(len(result.calls), "call")
+    calls = counted(len(result.calls) - counts.pop(REPEATED, 0), "call")
     parts = ", ".join(f"{counts[each]:,} {each}" for each in VERDICTS if counts[each] or each in VERDICTS[:3])
     tone = {"clean": GOOD, "violated": BAD, "unknown": DOUBT}[verdict(result)]
     yield Words(f"{calls} in the log: {parts}.", tone)
@@ -126,8 +128,13 @@ def _sentences(result: Usage, log: UsageLog) -> Iterator[str]:
         ends = Counter(_outcome(call) for call in result.unlogged)
         listed = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(ends.items()))
         yield f"{counted(len(result.unlogged), 'call')} of the trace in no line of the log: {listed}."
+    repeated = sum(row.verdict == REPEATED for row in result.calls)
+    if repeated:
+        yield f"{counted(repeated, 'line')} of the log told of a call again; each call counts once."
+    if log.free:
+        yield f"{counted(log.free, 'call')} cost 0 in the log: the gateway has no price for the model."
     if log.other_lines:
-        yield f"{counted(log.other_lines, 'line')} of the log without usage or without an id."
+        yield f"{counted(log.other_lines, 'line')} of the log told of no call; {log.first_other}."
 
 
 def _outcome(call: Sequence[CallRequest]) -> str:
@@ -180,7 +187,11 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
             for call in result.unlogged
         ],
         "other_lines": log.other_lines,
+        "first_other_line": log.first_other or None,
+        "calls_of_cost_0": log.free,
         "rows": [
-            dict(zip(COLUMNS, _cells(row), strict=True)) | {"line": row.told.line} for row in result.calls
+            dict(zip(COLUMNS, _cells(row), strict=True))
+            | {"line": row.told.line, "told_written": row.told.written}
+            for row in result.calls
         ],
     }

@@ -51,6 +51,42 @@ def lines(tmp_path: Path, *records: Any) -> Path:
         ),
         (
             {
+                "id": "chatcmpl-a",
+                "type": "message",
+                "usage": {"input_tokens": 4, "output_tokens": 5, "cache_read_input_tokens": 64}
+                | {"cache_creation_input_tokens": 2},
+            },
+            ("chatcmpl-a",),
+        ),
+        (
+            {
+                "id": "obs-1",
+                "traceId": TRACE,
+                "metadata": {"response_id": "cmpl-a"},
+                "usageDetails": {"input": 6, "input_cached_tokens": 64, "output": 5, "total": 75},
+            },
+            ("cmpl-a", TRACE, "obs-1"),
+        ),
+        (
+            {
+                "meta_info": {"id": "a", "prompt_tokens": 70, "cached_tokens": 64, "completion_tokens": 5},
+                "text": "",
+            },
+            ("a",),
+        ),
+        (
+            {
+                "attributes": {
+                    "gen_ai.request.id": "cmpl-a",
+                    "gen_ai.usage.prompt_tokens": 70,
+                    "gen_ai.usage.completion_tokens": 5,
+                    "gen_ai.usage.cache_read_input_tokens": 64,
+                }
+            },
+            ("cmpl-a",),
+        ),
+        (
+            {
                 "id": "lite-1",
                 "call_type": "acompletion",
                 "prompt_tokens": 70,
@@ -99,10 +135,33 @@ def lines(tmp_path: Path, *records: Any) -> Path:
             ("cmpl-a", TRACE),
         ),
     ],
-    ids=["completion", "wrapped", "responses", "litellm", "span", "envoy", "envoy-metadata", "otlp"],
+    ids=[
+        *("completion", "wrapped", "responses", "messages", "langfuse", "sglang", "vllm-span"),
+        *("litellm", "span", "envoy", "envoy-metadata", "otlp"),
+    ],
 )
 def test_a_line_tells_of_a_call(tmp_path: Path, record: Any, names: tuple[str, ...]) -> None:
-    assert [Told(names, 70, 64, 5, 1)] == read(lines(tmp_path, record)).told
+    assert [Told(names, 70, 64, 5, 1)] == [
+        each._replace(written=None) for each in read(lines(tmp_path, record)).told
+    ]
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 70, "prompt_tokens_details": {"cached_tokens": 64, "created_cache_tokens": 2}},
+        {"input_tokens": 70, "input_tokens_details": {"cached_tokens": 64, "cache_write_tokens": 2}},
+        {"input_tokens": 4, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 2},
+    ],
+)
+def test_what_was_written_to_the_cache_is_read(tmp_path: Path, usage: Any) -> None:
+    assert [Told(("a",), 70, 64, None, 1, 2)] == read(lines(tmp_path, {"id": "a", "usage": usage})).told
+
+
+def test_calls_that_a_gateway_priced_at_0_are_counted(tmp_path: Path) -> None:
+    call = {"id": "a", "call_type": "acompletion", "prompt_tokens": 7, "response_cost": 0.0}
+
+    assert 1 == read(lines(tmp_path, call, call | {"response_cost": 0.1})).free
 
 
 def test_a_server_without_prompt_details_tells_no_cached_figure(tmp_path: Path) -> None:
@@ -114,32 +173,31 @@ def test_a_server_without_prompt_details_tells_no_cached_figure(tmp_path: Path) 
     assert [Told(("cmpl-a",), 70, None, 5, 1)] == read(lines(tmp_path, bare)).told
 
 
-def test_lines_without_usage_or_id_are_counted(tmp_path: Path) -> None:
+def test_lines_without_usage_or_id_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     log = read(lines(tmp_path, {"msg": "started"}, "\n", {"usage": USAGE}, {"id": "cmpl-a", "usage": None}))
 
-    assert ([], 3) == log
+    assert ([], 3, "line 1 has no usage, or no id") == log[:3]
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{broken\n", "Line 1 of .* is no JSON object"),
-        ("[1, 2]\n", "Line 1 of .* is no JSON object"),
-        (
-            '{"id": "a", "usage": {"prompt_tokens": "many"}}\n',
-            "Line 1 of .* has a token count that is no number",
-        ),
-        (
-            '{"id": "a", "usage": {"prompt_tokens": 1.5}}\n',
-            "Line 1 of .* has a token count that is no number",
-        ),
-        ('{"resourceSpans": [1]}\n', "Line 1 of .* has a token count that is no number"),
-        ('{"id": "a", "usage": {"prompt_tokens_details": 3}}\n', "Line 1 of .* has a token count"),
+        ("{broken\n", "line 2 is no JSON object"),
+        ("[1, 2]\n", "line 2 is no JSON object"),
+        ("[" * 100_000 + "\n", "line 2 is nested too deeply"),
+        ('{"id": "a", "usage": {"prompt_tokens": "many"}}\n', "line 2 has a token count that is no number"),
+        ('{"id": "a", "usage": {"prompt_tokens": 1.5}}\n', "line 2 has a token count that is no number"),
+        ('{"id": "a", "usage": {"prompt_tokens": -1}}\n', "line 2 has a token count that is no number"),
+        ('{"id": "a", "usage": {"prompt_tokens": 1e999}}\n', "line 2 has a token count that is no number"),
+        ('{"resourceSpans": [1]}\n', "line 2 is no OTLP: a list of objects is something else"),
+        ('{"id": "a", "usage": {"prompt_tokens_details": 3}}\n', "line 2 has no usage, or no id"),
     ],
 )
-def test_a_bad_line_is_one_sentence(tmp_path: Path, line: str, says: str) -> None:
-    with pytest.raises(LedgerError, match=says):
-        read(lines(tmp_path, line))
+def test_a_bad_line_is_said_and_the_others_are_read(tmp_path: Path, line: str, says: str) -> None:
+    call = {"id": "cmpl-a", "usage": USAGE}
+    log = read(lines(tmp_path, call, line, call))
+
+    assert (2, 1, says) == (len(log.told), *log[1:3])
 
 
 def test_a_log_that_is_not_there_or_no_text_is_one_sentence(tmp_path: Path) -> None:

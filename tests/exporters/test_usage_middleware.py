@@ -82,6 +82,23 @@ def test_an_event_of_the_responses_api_is_logged(log: Path) -> None:
     assert [("resp_a", "a")] == [each.names for each in read(log).told]
 
 
+def test_the_events_of_the_messages_api_are_one_call(log: Path) -> None:
+    """vLLM 0.32 tells the whole prompt first, and at the end what was neither read nor written."""
+    first = {"type": "message", "id": "chatcmpl-a", "usage": {"input_tokens": 142, "output_tokens": 0}}
+    last = {"input_tokens": 14, "output_tokens": 4, "cache_read_input_tokens": 128}
+    for event in (
+        {"type": "message_start", "message": first},
+        {"type": "message_delta", "delta": {}, "usage": last},
+    ):
+        serve("text/event-stream", b"data: %s\n" % json.dumps(event).encode())
+    whole = [json.dumps({"type": "message_start", "message": first}), json.dumps({"usage": last})]
+    serve("text/event-stream", b"".join(b"data: %s\n" % each.encode() for each in whole))
+
+    told = read(log).told
+    assert [142, 142, 142] == [each.prompt_tokens for each in told]
+    assert (("chatcmpl-a", "a"), 128, 4) == (told[-1].names, told[-1].cached, told[-1].output_tokens)
+
+
 def test_a_response_without_usage_is_not_logged(log: Path) -> None:
     serve("application/json", b'{"data": []}')
     serve("text/event-stream", b"data: [DONE]\n\n")

@@ -65,3 +65,37 @@ def test_one_call_has_no_constant_offset(tmp_path: Path, capsys: pytest.CaptureF
 def test_equal_calls_have_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == compared(tmp_path, [0, 0])
     assert "acme" not in capsys.readouterr().out
+
+
+def test_a_line_that_stands_twice_is_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compared(tmp_path, [0, 0])
+    log = tmp_path / "usage.jsonl"
+    log.write_text("\n".join([log.read_text()] * 2))
+    capsys.readouterr()
+
+    assert 0 == exit_code("check", "usage", tmp_path / "journals", "--log", log)
+    out = capsys.readouterr().out
+    assert "2 calls in the log: 2 equal" in out and "2 lines of the log told of a call again" in out
+
+
+def test_a_copy_with_another_figure_is_no_copy(tmp_path: Path) -> None:
+    compared(tmp_path, [0])
+    log = tmp_path / "usage.jsonl"
+    log.write_text(
+        "\n".join([log.read_text(), log.read_text().replace('"prompt_tokens": 200', '"prompt_tokens": 9')])
+    )
+
+    assert 1 == exit_code("check", "usage", tmp_path / "journals", "--log", log)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n"])
+def test_a_log_that_tells_of_no_call_is_unknown(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared(tmp_path, [0])
+    log = tmp_path / "usage.jsonl"
+    log.write_text(text)
+    capsys.readouterr()
+
+    assert 3 == exit_code("check", "usage", tmp_path / "journals", "--log", log)
+    assert not text or "1 line of the log told of no call; line 1 " in capsys.readouterr().out
