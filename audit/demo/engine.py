@@ -10,6 +10,7 @@ Whatever vLLM and its C++ parts print goes to a log file. vLLM is imported after
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -20,8 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..planted.fault import PlantedFault, planted
 from . import workload
-from .injections import INJECTIONS, Injection
 from .model import write_model
 from .process import output_to, settle_environment, share_bytecode
 
@@ -158,19 +159,41 @@ def latencies(llm: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def run(seed: int, injection: Injection | None, in_process: bool, out: TextIO) -> dict[str, Any]:
+def refusals_of_counters() -> list[str]:
+    """What the engine's own counters raise from now on when they refuse a figure.
+
+    Upstream the error ended the server's step; here it is caught. Counters that come after it in the same
+    iteration are not incremented, as upstream.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    refusals: list[str] = []
+    original = PrometheusStatLogger.record
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except ValueError as refusal:
+            refusals.append(str(refusal))
+
+    PrometheusStatLogger.record = record
+    return refusals
+
+
+def run(seed: int, injection: PlantedFault | None, in_process: bool, out: TextIO) -> dict[str, Any]:
     """Run the engine from start to end; returns what goes into RESULT.json."""
     began_seconds = time.monotonic()
     refusals: list[str] = []
-    waves = injection.waves if injection else workload.DEFAULT_WAVES
+    waves = workload.LEADING_TO[injection.name] if injection else workload.DEFAULT_WAVES
     settle_environment(in_process=in_process)
-    with tempfile.TemporaryDirectory(prefix="kvledger-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvledger-demo-") as folder, contextlib.ExitStack() as fault:
         if not in_process:
             share_bytecode(Path(folder) / "bytecode")
         import vllm
 
         if injection:
-            injection.apply(refusals)
+            refusals = refusals_of_counters()
+            fault.enter_context(planted(injection))
         llm = start_engine(Path(folder), seed)
         started_seconds = time.monotonic()
         try:
@@ -197,18 +220,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse, run, write RESULT.json; returns 0, or 1 with a traceback if the engine failed."""
     parser = argparse.ArgumentParser(prog="python -m kvledger.audit.demo.engine")
     parser.add_argument("--output", type=Path, metavar="RESULT.json")
-    parser.add_argument("--inject", metavar="NAME", choices=["list", *INJECTIONS])
+    parser.add_argument("--inject", metavar="NAME", choices=["list", *workload.INJECTIONS])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--in-process", action="store_true", help="run EngineCore in this process")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="file for what vLLM prints")
     options = parser.parse_args(arguments)
     if options.inject == "list":
-        for listed in INJECTIONS.values():
-            print(f"{listed.name:20} {listed.summary}")
+        for listed in workload.INJECTIONS.values():
+            print(f"{listed.name:20} {listed.says}")
         return 0
     if options.output is None:
         parser.error("--output is needed")
-    injection = INJECTIONS[options.inject] if options.inject else None
+    injection = workload.INJECTIONS[options.inject] if options.inject else None
     in_process = options.in_process or injection is not None  # an injection patches this process
     with output_to(options.log) as (stdout, stderr):
         try:

@@ -32,11 +32,12 @@ from ..causes import UNEXPLAINED
 from ..errors import LedgerError
 from ..journal.folder import read
 from ..ledger.account import Account
+from ..planted.fault import PlantedFault
 from ..replay.find import JOURNAL
 from ..replay.journals import Audit, RequestStatement, audit_paths, statement
 from ..replay.observers import KeptAccounts
-from .injections import INJECTIONS, Injection
 from .lookups import LookupReport
+from .workload import INJECTIONS
 
 Progress = Callable[[int, int], None]
 """Called with the numbers of finished and of all requests; first with (0, 0), when the engine starts."""
@@ -63,7 +64,7 @@ class Demo:
     """
 
     def __init__(
-        self, folder: Path, injection: Injection | None, result: dict[str, Any], failure: str | None
+        self, folder: Path, injection: PlantedFault | None, result: dict[str, Any], failure: str | None
     ) -> None:
         self.journal = folder / JOURNAL
         """The folder of the engine's journal."""
@@ -110,8 +111,8 @@ class Demo:
 
     def _violating_requests(self) -> set[str | None]:
         """Request ids in violations of the invariant that the injected defect breaks."""
-        expected = self.injection.expected_invariant if self.injection else None
-        return {violation.request for violation in self.audit.violations if violation.id == expected}
+        expected = self.injection.finds if self.injection else ()
+        return {violation.request for violation in self.audit.violations if violation.id in expected}
 
     def _statement(self) -> RequestStatement | None:
         """The statement of the most instructive request.
@@ -157,7 +158,7 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
     return Demo(folder, injection, result, failure)
 
 
-def _injection(name: str | None) -> Injection | None:
+def _injection(name: str | None) -> PlantedFault | None:
     if name is None:
         return None
     if name not in INJECTIONS:
@@ -178,7 +179,7 @@ def _empty_folder(folder: Path | None) -> Path:
 
 
 def _run_engine(
-    folder: Path, injection: Injection | None, progress: Progress
+    folder: Path, injection: PlantedFault | None, progress: Progress
 ) -> tuple[dict[str, Any], str | None]:
     """What the engine wrote at its end, and how it failed; None where it did not."""
     result, errors = folder / "result.json", folder / "engine.err"
@@ -201,12 +202,12 @@ def _run_engine(
     return written, None
 
 
-def _environment(folder: Path, injection: Injection | None) -> dict[str, str]:
+def _environment(folder: Path, injection: PlantedFault | None) -> dict[str, str]:
     environment = os.environ | {"KVLEDGER_DIR": str(folder / JOURNAL)}
     if injection is not None:
         environment["KVLEDGER_LEVEL"] = injection.level
         environment["KVLEDGER_CONTENT_STORE"] = "own"  # the folder of the demo's connector
-        if injection.expected_invariant == "content/recomputed":
+        if "content/recomputed" in injection.finds:
             environment["KVLEDGER_CONTENT_SKETCH"] = "1"
     if chosen := environment.get("VLLM_PLUGINS"):
         environment["VLLM_PLUGINS"] = f"{chosen},kvledger"

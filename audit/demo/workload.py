@@ -1,8 +1,9 @@
 """The demo's requests, in waves, as data.
 
-Here: lengths, prefixes and order of the requests, and the engine settings that fit them. Not here: the
-run (engine.py). The schedule depends only on lengths, so the same requests are admitted, hit, preempted
-and resumed in the same steps on every run; a seed only changes the token ids.
+Here: lengths, prefixes and order of the requests, the engine settings that fit them, and the waves that lead
+to each planted fault. Not here: the run (engine.py). The schedule depends only on lengths, so the same
+requests are admitted, hit, preempted and resumed in the same steps on every run; a seed only changes the
+token ids.
 
 ExampleConnector identifies a prompt by its whole blocks. It has limits that this workload stays within,
 so that only an injected defect shows (each limit was seen on vLLM 0.32):
@@ -21,6 +22,7 @@ so that only an injected defect shows (each limit was seen on vLLM 0.32):
 import random
 from dataclasses import dataclass
 
+from ..planted.table import BY_NAME
 from .model import VOCABULARY_TOKENS
 
 BLOCK_TOKENS = 32
@@ -193,3 +195,24 @@ COMPUTED_TWICE = (
 
 The prompt has whole blocks and one token more, so that the connector does not match it.
 """
+
+LEADING_TO = {
+    "negative-local-hit": DEFAULT_WAVES,
+    "clamped-local-hit": DEFAULT_WAVES,
+    "promise-not-loaded": DEFAULT_WAVES,
+    "lookup-counted": DEFAULT_WAVES,
+    "stale-lookup": EVICTED_WHILE_WAITING,
+    "double-allocation": OLDEST_HIT,
+    "double-free": DEFAULT_WAVES,
+    "negative-match": OUTGROWN,
+    "bit-flip": DEFAULT_WAVES,
+    "late-write": DEFAULT_WAVES,
+    "swapped-blocks": DEFAULT_WAVES,
+    "wrong-half": DEFAULT_WAVES,
+    "truncated-load": DEFAULT_WAVES,
+    "stale-store": DEFAULT_WAVES,
+    "wrong-compute": COMPUTED_TWICE,
+}
+"""The workload that leads to each planted fault which the demo can inject."""
+
+INJECTIONS = {name: BY_NAME[name] for name in LEADING_TO}

@@ -8,15 +8,16 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import __version__
 from ...audit.causes import DIFFERENCES
-from ...audit.demo.injections import INJECTIONS
 from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
 from ...audit.demo.sglang import run as sglang
+from ...audit.demo.workload import INJECTIONS
 from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
 from ..terminal import progress
 from . import audit, statement
@@ -35,11 +36,23 @@ _LOOKUPS = (
 )
 
 
+@dataclass(frozen=True)
+class Injection:
+    """A planted fault as it is listed. ``level``: the lowest at which one of ``finds`` finds it."""
+
+    name: str
+    says: str
+    link: str
+    finds: tuple[str, ...]
+    level: str
+
+
 def injections() -> Answer:
     """The defects that can be put back."""
-    rows = list(INJECTIONS.values())
+    faults = INJECTIONS.values()
+    rows = [Injection(each.name, each.says, each.link, each.finds, each.level) for each in faults]
     sentence = f"{len(rows)} defects of released versions can be put back: kvledger demo --inject NAME."
-    return Answer(rows, [sentence], [Table(rows, "defect=name | what it is=summary")])
+    return Answer(rows, [sentence], [Table(rows, "defect=name | what it is=says")])
 
 
 def run(inject: str | None, folder: Path | None, *, verbose: bool = False) -> Answer:
@@ -93,7 +106,7 @@ def exit_code(demo: Demo, report: AuditReport) -> int:
 
 def data(demo: Demo, report: AuditReport) -> dict[str, object]:
     """The demo as one object: the audit's fields, and those that only the demo has."""
-    expected = demo.injection.expected_invariant if demo.injection else None
+    expected = demo.injection.finds[0] if demo.injection else None
     counters, named = _counters(demo) or (None, [])
     report_data: dict[str, object] = audit.plain(report)
     return {
@@ -167,12 +180,12 @@ def _sentences(demo: Demo, report: AuditReport) -> Iterator[str]:
     if demo.elapsed_seconds:
         served += f" in {demo.elapsed_seconds:.0f} s"
     if demo.injection is not None:
-        expected, name = demo.injection.expected_invariant, demo.injection.name
+        expected, name = demo.injection.finds[0], demo.injection.name
         if demo.defect_found:
             yield Words(f"The injected defect {name} was found: {expected}", GOOD)
         else:
             yield Words(f"The injected defect {name} was not found: no {expected}", BAD)
-        yield f"The defect: {demo.injection.summary}."
+        yield f"The defect: {demo.injection.says}."
     yield from audit.sentences(report)
     yield Words(f"{served}.", DIM)
     if demo.failure is not None:
@@ -225,7 +238,7 @@ def _next(demo: Demo, report: AuditReport) -> Lines:
     commands = [*_activation(), f"kvledger audit {journal}"]
     if demo.statement is not None:
         commands.append(f"kvledger show {journal} {shlex.quote(demo.statement.account.request_id)}")
-    expected = demo.injection.expected_invariant if demo.injection else None
+    expected = demo.injection.finds[0] if demo.injection else None
     found = min(
         report.violations,
         key=lambda one: (one.id != expected, one.severity != "violation"),

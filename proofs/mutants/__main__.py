@@ -1,9 +1,10 @@
-"""Puts faults into vLLM's scheduler and block pool, one at a time, and shows which of them are found.
+"""Plants faults in vLLM's scheduler and block pool, one at a time, and shows which of them are found.
 
 Usage: make proof NAME=mutants ARGS="[--write] [NAME...]"
 
-Judges all mutants of the table, or those named; `--write` writes docs/reference/mutants.md and needs all.
-Exits with 1 if a mutant could not be judged.
+Judges the mutants of the table of planted faults, or those named; `--write` writes docs/reference/mutants.md
+and needs all; `--from=FILE` takes what `proofs.mutants.judge` printed. Exits with 1 if a mutant could not be
+judged, or if none of the invariants that should find it does.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .judge import Judgement, judge_all, summary
+from kvledger.audit.planted.table import BY_NAME
+
+from .drives import LEVELS
+from .judge import MUTANTS, Judgement, judge_all, summary
 from .page import PAGE, page
-from .table import MUTANTS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +35,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{judgement.name}: {summary(judgement)}")
     if "--write" in arguments:
         PAGE.write_text(page(MUTANTS, judged))
-    return int(any(judgement.error for judgement in judged))
+    missed = [judgement.name for judgement in judged if not _found(judgement)]
+    if missed:
+        print(f"Not found by the invariants that should find them: {', '.join(missed)}.")
+    return int(bool(missed) or any(judgement.error for judgement in judged))
+
+
+def _found(judgement: Judgement) -> bool:
+    """Whether an invariant that should find a mutant does; there may be none."""
+    should = BY_NAME[judgement.name].finds
+    return not should or any(id in should for level in LEVELS for _, id, _ in judgement.found.get(level, ()))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,19 @@ import json
 import multiprocessing
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+from kvledger.audit.planted.fault import PLACES, PlantedFault, planted
+from kvledger.audit.planted.table import BY_NAME, PLANTED
 
 from . import drives
 from .drives import CHECKS
-from .mutant import Mutant, applied
-from .table import MUTANTS
+
+MUTANTS = [
+    fault
+    for fault in PLANTED
+    if fault.code and all(PLACES[each.where.partition(".")[0]].startswith("vllm.v1") for each in fault.code)
+]
+"""The planted faults that a real scheduler without a worker can show."""
 
 Seen = dict[tuple[str, str], drives.Seen]
 
@@ -47,11 +54,11 @@ ENOUGH = 5
 """How many drives with findings are looked for at each level."""
 
 
-def judge(mutant: Mutant) -> Judgement:
+def judge(mutant: PlantedFault) -> Judgement:
     """Run every drive with the mutant, at each level until ENOUGH of them have findings."""
     judgement = Judgement(mutant.name)
     try:
-        with applied(mutant):
+        with planted(mutant):
             for level in (*drives.LEVELS, CHECKS):
                 _judge_level(judgement, level)
     except Exception as error:
@@ -76,7 +83,7 @@ def _judge_level(judgement: Judgement, level: str) -> None:
             break
 
 
-def judge_all(mutants: list[Mutant], processes: int = 2) -> list[Judgement]:
+def judge_all(mutants: list[PlantedFault], processes: int = 2) -> list[Judgement]:
     """Judge mutants of the installed release, each in a process of its own."""
     every = [(name, level) for name in drives.drives() for level in (*drives.LEVELS, CHECKS)]
     SOUND.update({(name, level): drives.seen(name, level) for name, level in every})
@@ -100,8 +107,7 @@ def summary(judgement: Judgement) -> str:
 
 def main(names: list[str]) -> None:
     """Judge the named mutants and print what was found."""
-    every: dict[str, Any] = {mutant.name: mutant for mutant in MUTANTS}
-    print(json.dumps([asdict(each) for each in judge_all([every[name] for name in names])]))
+    print(json.dumps([asdict(each) for each in judge_all([BY_NAME[name] for name in names])]))
 
 
 if __name__ == "__main__":

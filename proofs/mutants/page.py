@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvledger.audit.planted.fault import PlantedFault
+from kvledger.audit.planted.table import FIX
+
 from .drives import CHECKS, HISTORIES, LEVELS
 from .judge import ENOUGH, Judgement
-from .mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "mutants.md"
@@ -29,14 +31,14 @@ ends a drive: by an exception, or never.
 """
 
 
-def page(mutants: Sequence[Mutant], judged: Sequence[Judgement]) -> str:
+def page(mutants: Sequence[PlantedFault], judged: Sequence[Judgement]) -> str:
     """The whole page."""
     of = {judgement.name: judgement for judgement in judged}
     pairs = [(mutant, of[mutant.name]) for mutant in mutants if mutant.name in of]
     return "\n".join([HEAD, *_totals(pairs), *_upstream(), *_table(pairs), *_missed(pairs), *_shown(pairs)])
 
 
-Pair = tuple[Mutant, Judgement]
+Pair = tuple[PlantedFault, Judgement]
 
 
 def caught(judgement: Judgement, *levels: str) -> bool:
@@ -48,7 +50,7 @@ def _totals(pairs: Sequence[Pair]) -> list[str]:
     lines = ["| | mutants | level `tokens` | level `blocks` | exported checks | by the engine | by none |"]
     lines.append("|---|" + "---|" * 6)
     for words, fixes in (("own mutants", False), ("reverted fixes", True)):
-        mine = [judgement for mutant, judgement in pairs if bool(mutant.link) == fixes]
+        mine = [judgement for mutant, judgement in pairs if (mutant.kind == FIX) == fixes]
         counts = [sum(caught(each, level) for each in mine) for level in (*LEVELS, CHECKS)]
         raised = sum(bool(each.raised) for each in mine)
         none = sum(not caught(each, *LEVELS, CHECKS) and not each.raised for each in mine)
@@ -124,7 +126,7 @@ def _missed(pairs: Sequence[Pair]) -> list[str]:
     return [*lines, ""]
 
 
-def _why(mutant: Mutant, judgement: Judgement) -> str:
+def _why(mutant: PlantedFault, judgement: Judgement) -> str:
     if mutant.why or judgement.error:
         return mutant.why or judgement.error
     if not judgement.differing and not judgement.raised:

@@ -2,9 +2,11 @@
 
 Usage: `python forked.py FOLDER RUN...`, where a run is the name of an injection or `seed-N`. Each run writes
 RUN.json, the output of engine.py, and RUN.seen.json: the preemptions, admissions and negative matches of the
-real scheduler. No counter has these figures, so this program records them, beneath the injections.
+real scheduler. No counter has these figures, so this program records them, except of a method that an
+injection replaces.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -35,10 +37,12 @@ def record_decisions(seen: dict[str, Any]) -> None:
     preempt, allocate = Scheduler._preempt_request, KVCacheManager.allocate_slots
     match = ExampleConnector.get_num_new_matched_tokens
 
+    @functools.wraps(preempt)
     def preempting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         seen["preempted"].append("decode" if request.num_output_tokens else "prefill")
         return preempt(self, request, *args, **kwargs)
 
+    @functools.wraps(allocate)
     def allocating(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = allocate(self, request, *args, **kwargs)
         if blocks is not None and "new_computed_blocks" in kwargs:
@@ -47,6 +51,7 @@ def record_decisions(seen: dict[str, Any]) -> None:
             seen["admitted"].setdefault(name, []).append((local, external))
         return blocks
 
+    @functools.wraps(match)
     def matching(self: Any, *args: Any) -> Any:
         answer = match(self, *args)
         if answer[0] < 0:

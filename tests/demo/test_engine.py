@@ -12,8 +12,8 @@ import pytest
 from tests.time_limits import RUN_HANGS
 
 from kvledger.audit.demo import workload
-from kvledger.audit.demo.injections import INJECTIONS
 from kvledger.audit.demo.model import write_model
+from kvledger.audit.demo.workload import INJECTIONS
 
 pytest.importorskip("vllm")
 

@@ -151,6 +151,7 @@ RULES = {
     "audit.entry.pytest_plugin": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_settings": OUTER._replace(libraries=frozenset({"pytest"})),
     "audit.entry.pytest_observer": OUTER._replace(libraries=frozenset({"pytest"})),
+    "audit.planted": Rule(libraries=NONE, ours=("audit.planted",), lazily=HOST),
     "audit.demo": OUTER._replace(libraries=MSGSPEC | HOST),
     "audit.demo.sglang": OUTER._replace(libraries=MSGSPEC | HOST | {"transformers"}),
     "audit.traffic": OUTER._replace(libraries=MSGSPEC | HOST),

@@ -8,6 +8,7 @@ the client was told, and how the pool was left, is printed as one line of JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -17,15 +18,18 @@ from typing import Any
 
 from ...entry.plugin import observe
 from ...errors import LedgerError
+from ...planted.fault import planted
+from ...planted.table import BY_NAME
 from . import loads, loop
 from .pool import sizes
+from .run import DEFECT
 
 
 def run(name: str, model: str, *, inject: bool = False) -> dict[str, Any]:
     """Drive one load with an observed scheduler; returns what is printed."""
-    load = loads.LOADS[name]
+    load, injected = loads.LOADS[name], contextlib.ExitStack()
     if inject:
-        loop.count_cached_tokens_again()
+        injected.enter_context(planted(BY_NAME[DEFECT]))
     if load.arguments.get("enable_hierarchical_cache"):
         loop.keep_host_copies_on_cpu()
     scheduler = loop.build(model, **load.arguments)
@@ -60,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("load", nargs="+", choices=loads.LOADS)
     parser.add_argument("--model", required=True, help="a folder made by kvledger.audit.demo.model")
-    parser.add_argument("--inject", action="store_true", help="put SGLang#11900 back")
+    parser.add_argument("--inject", action="store_true", help=f"put the fault {DEFECT} in")
     given = parser.parse_args()
     failed = 0
     for name in given.load:

@@ -223,19 +223,6 @@ def keep_host_copies_on_cpu() -> None:
         module.transfer_kv_direct = copy
 
 
-def count_cached_tokens_again() -> None:
-    """Put SGLang#11900 back: forget that a request was retracted, so that its next hit is counted again."""
-    from sglang.srt.managers.schedule_batch import Req
-
-    original = Req.reset_for_retract
-
-    def reset_for_retract(self: Any) -> None:
-        original(self)
-        self.retracted_stain = False
-
-    Req.reset_for_retract = reset_for_retract
-
-
 def version() -> str:
     """The release that runs."""
     return str(sglang.__version__)

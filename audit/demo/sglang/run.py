@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import LedgerError
+from ...planted.table import BY_NAME
 from ...replay.journals import Audit, audit_paths
 from ..model import write_model
 from ..run import EngineFailed
@@ -32,10 +33,7 @@ LOAD = "pressure"
 """The load of the demo: eight requests share a prefix in a pool in which five are retracted."""
 
 DEFECT = "cached-tokens-counted-again"
-"""The defect that can be put back: SGLang#11900, which 0.5.6 fixed."""
-
-FOUND_BY = ("tokens/negative", "tokens/set-once")
-
+"""The planted fault that can be put back."""
 
 ENVIRON = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -58,7 +56,7 @@ class Served(NamedTuple):
     @property
     def found(self) -> list[str]:
         """Which of the invariants that the defect breaks were violated."""
-        return [id for id in FOUND_BY if any(each.id == id for each in self.audit.violations)]
+        return [id for id in BY_NAME[DEFECT].finds if any(each.id == id for each in self.audit.violations)]
 
 
 def run(inject: str | None, keep: Path | None, say: Callable[[str], None]) -> Served:

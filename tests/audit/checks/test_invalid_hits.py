@@ -14,6 +14,8 @@ from tests.scenarios.scripted_connector import ScriptedConnector
 
 from kvledger.audit.events import BlocksCached, Finished
 from kvledger.audit.ledger.account import Settlement
+from kvledger.audit.planted.fault import planted
+from kvledger.audit.planted.table import BY_NAME
 from kvledger.audit.traffic.connector import PlannedLoads
 
 violates = pytest.mark.violates
@@ -401,20 +403,13 @@ def test_a_request_that_hits_what_a_victim_computed_is_a_victim_too(watched):
 
 
 @violates("blocks/read-invalid")
-def test_a_hit_counted_longer_than_its_blocks_reads_a_block_that_nothing_filled(watched, monkeypatch):
-    driver = watched.start()
-    driver.add("a", 64, 3)
-    driver.run()
-    coordinator = driver.scheduler.kv_cache_manager.coordinator
-    find = coordinator.find_longest_cache_hit
-
-    def longer(*args: object, **kwargs: object) -> object:
-        blocks, tokens, *rest = find(*args, **kwargs)
-        return (blocks, tokens + 16 if tokens else 0, *rest)
-
-    monkeypatch.setattr(coordinator, "find_longest_cache_hit", longer)
-    driver.add("b", 100, 2, shares=("a", 64))
-    driver.run()
+def test_a_hit_counted_longer_than_its_blocks_reads_a_block_that_nothing_filled(watched):
+    with planted(BY_NAME["hit-one-block-more"]):
+        driver = watched.start()
+        driver.add("a", 64, 3)
+        driver.run()
+        driver.add("b", 100, 2, shares=("a", 64))
+        driver.run()
     watched.violation_ids()
 
     assert "request b reads 16 tokens without valid KV, from position 64 up" in messages(watched)["b"]
@@ -676,11 +671,9 @@ def with_a_hit_beside_an_evicted_block(watched: Watched, evicted: int) -> Driver
 
 
 @violates("blocks/read-invalid")
-def test_a_hit_with_fewer_blocks_than_its_window_is_named(watched, monkeypatch):
-    driver = with_a_hit_beside_an_evicted_block(watched, 2)
-    needed = "_contiguous_blocks_for_hit"
-    monkeypatch.setattr(type(manager(driver, 1)), needed, classmethod(lambda *_, **__: 1))
-    driver.run()
+def test_a_hit_with_fewer_blocks_than_its_window_is_named(watched):
+    with planted(BY_NAME["window-hit-too-short"]):
+        with_a_hit_beside_an_evicted_block(watched, 2).run()
 
     finding = watched.finding("blocks/read-invalid")
 

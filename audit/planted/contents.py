@@ -1,7 +1,7 @@
-"""Patches that write wrong KV into the cache of vLLM 0.32, as faults of engines and connectors do.
+"""Planted faults that write wrong KV into the cache of vLLM 0.32, as faults of engines and connectors do.
 
-Here: one function per defect, as in defect_patches.py. The engine's counts stay right: only the bytes are
-wrong. The worker runs in the scheduler's process. Each defect changes as little as shows it.
+One function for each: it wraps methods of vLLM's classes. The engine's counts stay right: only the bytes are
+wrong. The worker runs in the scheduler's process. Each fault changes as little as shows it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .defect_patches import Refusals, replace
+from .fault import Wrap
 
 
 def _caches(config: Any) -> list[Any]:
@@ -38,7 +38,7 @@ def _hits(scheduler: Any, output: Any) -> Iterator[list[int]]:
         yield [block for block in blocks if block not in loaded]
 
 
-def _before_a_hit(change: Callable[[list[Any], list[int], Any], bool]) -> None:
+def _before_a_hit(wrap: Wrap, change: Callable[[list[Any], list[int], Any], bool]) -> None:
     """Call ``change`` with the caches and the hit blocks before each step, until it has changed something."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -54,10 +54,10 @@ def _before_a_hit(change: Callable[[list[Any], list[int], Any], bool]) -> None:
 
         return schedule
 
-    replace(Scheduler, "schedule", make)
+    wrap(Scheduler, "schedule", make)
 
 
-def bit_flip(_: Refusals) -> None:
+def bit_flip(wrap: Wrap) -> None:
     """One bit of one cached block flips before a request hits it."""
     import torch
 
@@ -66,10 +66,10 @@ def bit_flip(_: Refusals) -> None:
         block.view(-1)[7] ^= 1 << 20
         return True
 
-    _before_a_hit(change)
+    _before_a_hit(wrap, change)
 
 
-def late_write(_: Refusals) -> None:
+def late_write(wrap: Wrap) -> None:
     """A request that has ended writes KV once more into a block that it freed and that is cached."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -88,11 +88,11 @@ def late_write(_: Refusals) -> None:
             cache[late[0]][..., -1, :] = cache[late[0]][..., 0, :]
         return bool(late)
 
-    replace(KVCacheManager, "free", make)
-    _before_a_hit(change)
+    wrap(KVCacheManager, "free", make)
+    _before_a_hit(wrap, change)
 
 
-def swapped_blocks(_: Refusals) -> None:
+def swapped_blocks(wrap: Wrap) -> None:
     """Two cached blocks of one prefix exchange their contents."""
 
     def change(caches: list[Any], blocks: list[int], _: Any) -> bool:
@@ -102,10 +102,10 @@ def swapped_blocks(_: Refusals) -> None:
             cache[blocks[:2]] = cache[blocks[1::-1]]
         return True
 
-    _before_a_hit(change)
+    _before_a_hit(wrap, change)
 
 
-def _around_loads(make_load: Callable[[list[Any], list[int], Callable[[], None]], None]) -> None:
+def _around_loads(wrap: Wrap, make_load: Callable[[list[Any], list[int], Callable[[], None]], None]) -> None:
     """Replace each load of ExampleConnector by ``make_load`` of caches, blocks and the load itself."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
@@ -117,10 +117,10 @@ def _around_loads(make_load: Callable[[list[Any], list[int], Callable[[], None]]
 
         return start_load_kv
 
-    replace(ExampleConnector, "start_load_kv", make)
+    wrap(ExampleConnector, "start_load_kv", make)
 
 
-def wrong_half(_: Refusals) -> None:
+def wrong_half(wrap: Wrap) -> None:
     """A loader exchanges keys and values, which lie one behind the other in the last axis."""
 
     def load(caches: list[Any], blocks: list[int], original: Callable[[], None]) -> None:
@@ -129,10 +129,10 @@ def wrong_half(_: Refusals) -> None:
             half = cache.shape[-1] // 2
             cache[blocks] = cache[blocks].roll(half, dims=-1)
 
-    _around_loads(load)
+    _around_loads(wrap, load)
 
 
-def truncated_load(_: Refusals) -> None:
+def truncated_load(wrap: Wrap) -> None:
     """A load ends before the last layer, whose blocks keep what they held."""
 
     def load(caches: list[Any], blocks: list[int], original: Callable[[], None]) -> None:
@@ -141,10 +141,10 @@ def truncated_load(_: Refusals) -> None:
         if blocks:
             caches[-1][blocks] = before
 
-    _around_loads(load)
+    _around_loads(wrap, load)
 
 
-def stale_store(_: Refusals) -> None:
+def stale_store(wrap: Wrap) -> None:
     """The store returns an older object for the last block of each load: that of the first load."""
     first: list[Any] = []
 
@@ -157,10 +157,10 @@ def stale_store(_: Refusals) -> None:
         for cache, old in zip(caches, first, strict=True):
             cache[blocks[-1]] = old
 
-    _around_loads(load)
+    _around_loads(wrap, load)
 
 
-def wrong_compute(_: Refusals) -> None:
+def wrong_compute(wrap: Wrap) -> None:
     """The second computation of a prompt writes the tokens of one block's keys one position too far.
 
     The block is sealed after that, so each later comparison of the block with its seal is right.
@@ -186,4 +186,4 @@ def wrong_compute(_: Refusals) -> None:
 
         return execute_model
 
-    replace(GPUModelRunner, "execute_model", make)
+    wrap(GPUModelRunner, "execute_model", make)
