@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 from io import FileIO
@@ -96,10 +97,35 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def is_intact(path: Path, size: int) -> bool:
-    """Whether this is a regular file of ``size`` bytes that can be read. Never raises."""
+def digest(path: Path) -> bytes:
+    """A digest of a regular file's bytes. Raises as :func:`open_file`."""
+    found = hashlib.blake2b(digest_size=16)
+    with reading(path) as file:
+        while some := file.read(_READ_BYTES):
+            found.update(some)
+    return found.digest()
+
+
+_READ_BYTES = 1 << 20
+_verified: dict[Path, tuple[object, ...]] = {}
+"""Files with the digest that this process found. The identity, size and times of each tell a changed one."""
+
+
+def is_intact(path: Path, size: int, expected: bytes = b"") -> bool:
+    """Whether this is a regular file of ``size`` bytes with the ``expected`` digest. Never raises.
+
+    Without a digest the file only has to have the size, and to be readable.
+    """
     try:
         with reading(path) as file:
-            return os.fstat(file.fileno()).st_size == size
+            found = os.fstat(file.fileno())
+        if found.st_size != size or not expected:
+            return found.st_size == size
+        known = (expected, found.st_dev, found.st_ino, size, found.st_mtime_ns, found.st_ctime_ns)
+        if _verified.get(path) != known:
+            if digest(path) != expected:
+                return False
+            _verified[path] = known
+        return True
     except OSError:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..journal.catalogue import may_be_host
+from ..journal.catalogue import may_be_host, say
 from ..journal.host_folders import HostJournal
 from ..journal.safe_open import create_file, own_folder, sync_folder
 
@@ -21,15 +21,31 @@ FOLDER = ".kvledger-facts"
 
 
 def left_behind(folder: Path, suffix: str) -> list[Path]:
-    """The files of journals that are gone, in a folder of journals and in the folders of hosts below it."""
-    with contextlib.suppress(OSError):
-        paths = sorted((folder / FOLDER).glob(f"*{suffix}"))
-        for path in sorted(folder.glob(f"*/{FOLDER}/*{suffix}")):
-            host = path.parent.parent
-            if may_be_host(host):
-                paths.append(HostJournal.of(path, host.name))
-        return [path for path in paths if not (path.parent.parent / path.name.removesuffix(suffix)).exists()]
-    return []
+    """The files of journals that are gone, in a folder of journals and in the folders of hosts below it.
+
+    A folder of kept files that can't be listed is said: what it keeps is unknown.
+    """
+    paths = _kept_in(folder, suffix)
+    hosts: list[str] = []
+    with contextlib.suppress(OSError):  # said where its journals are looked for
+        hosts = sorted(name for name in os.listdir(folder) if may_be_host(folder / name))
+    for name in hosts:
+        paths += [HostJournal.of(path, name) for path in _kept_in(folder / name, suffix)]
+    return [path for path in paths if not (path.parent.parent / path.name.removesuffix(suffix)).exists()]
+
+
+def _kept_in(folder: Path, suffix: str) -> list[Path]:
+    """The kept files with this suffix of the journals in a folder."""
+    kept = folder / FOLDER
+    try:
+        return sorted(kept / name for name in os.listdir(kept) if name.endswith(suffix))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        if os.path.lexists(kept):  # else nobody may even look into the folder, which is said elsewhere
+            why = f"{kept} can't be read ({error.strerror})"
+            say(f"{why}: figures lack what it keeps of journals that are gone.")
+        return []
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import msgspec
 from ...audit.errors import LedgerError
 from ...audit.figures.sums import added
 from ...audit.journal.reader import Batch, Position, Reader
-from ...audit.journal.safe_open import create_file, open_file, own_folder
+from ...audit.journal.safe_open import create_file, digest, open_file, own_folder
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Steps, taken
@@ -34,6 +34,7 @@ from .kept import (
     columns_of,
     day_of,
     draft_of,
+    every_file,
     folder_of,
     hour_name,
     hour_time,
@@ -46,6 +47,7 @@ from .kept import (
     save,
     settle,
     usable,
+    with_digests,
 )
 from .parquet import RowWriter
 from .replayed import RowCollector, Wanted
@@ -99,7 +101,10 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
             for kept in filter(None, (there,)):
                 settle(folder, kept)
             if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
-                if remove_old(session, keep):
+                removed, before = remove_old(session, keep), every_file(session)
+                session.files = with_digests(folder, session.files)
+                session.tail = with_digests(folder, session.tail)
+                if removed or before != every_file(session):
                     save(path, session)
                 tidy(folder, path.name, session)
                 return _compacted(path, session)
@@ -209,7 +214,8 @@ class HourlyFiles:
             size = draft.tell()
         hour = path.parent.name.partition("=")[2]
         name = str(path.relative_to(self._folder))
-        self.files.append(KeptFile(key[0], name, hour, writer.rows, size, columns_of(key[0])))
+        found = digest(draft_of(path))
+        self.files.append(KeptFile(key[0], name, hour, writer.rows, size, columns_of(key[0]), found))
 
     def close(self) -> list[KeptFile]:
         """End all drafts; returns the files."""
@@ -340,7 +346,8 @@ class _Compaction:
         steps = audit.of(Steps)
         added(busy, steps.sums.busy_by_minute)
         steps.sums.busy_by_minute = {}
-        files = without_oldest_operations([*(before.files if before is not None else ()), *sink.close()])
+        files = [] if before is None else with_digests(self._folder, before.files)
+        files = without_oldest_operations([*files, *sink.close()])
         return Session(
             journal=self._journal.name,
             position=position,

@@ -23,7 +23,7 @@ from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
 from .engine import EngineFacts
-from .kept import journals_and_sessions
+from .kept import files_of, journals_and_sessions
 from .replayed import Replayed, Wanted, replayed
 from .schema import ENGINES, TABLES
 from .tables import SQL_TYPES, Facts, Files, connect, lock, mount, spill_to
@@ -50,7 +50,9 @@ def facts_of_windows(
     """The same for several windows, for all of which a journal is replayed once."""
     places = [place for path in paths for place in matching_paths(path)]
     exported = [place for place in places if os.path.isfile(place / EXPORTED)]
-    journals = journals_and_sessions([place for place in places if place not in exported], exported)
+    journals = journals_and_sessions(
+        [place for place in places if place not in exported], exported, files_of(windows)
+    )
     whole = partial(replayed, windows=windows, wanted=wanted)
     replays: list[list[Replayed]] = [[] for _ in windows]
     with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder, ExitStack() as opened:

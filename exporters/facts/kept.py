@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
@@ -33,7 +33,7 @@ from ...audit.journal.catalogue import say
 from ...audit.journal.format import segments
 from ...audit.journal.host_folders import engine_name, journal_name, same_place
 from ...audit.journal.reader import Position
-from ...audit.journal.safe_open import is_intact, read_file
+from ...audit.journal.safe_open import digest, is_intact, read_file
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.atomic_files import FOLDER, left_behind, replaced
 from ...audit.replay.engine_audit import EngineAudit
@@ -71,10 +71,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, **{name: one.columns for nam
 """The columns of all tables that are kept."""
 
 
+Digest = bytes
+"""In a class with a field ``bytes`` the type has no other name."""
+
+
 class KeptFile(msgspec.Struct, frozen=True, array_like=True):
     """One file of a table, by its path below the folder of facts. ``hour``: when its requests ended.
 
-    That is a day for sums by the hour. ``columns``: a checksum of the names of its columns.
+    That is a day for sums by the hour. ``columns``: a checksum of the names of its columns. ``digest``: that
+    of its bytes; version 0.1.0 kept none, and the next compact adds it.
     """
 
     table: str
@@ -83,6 +88,7 @@ class KeptFile(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     bytes: int
     columns: int
+    digest: Digest = b""
 
     @property
     def begins(self) -> float:
@@ -318,14 +324,40 @@ def is_session(path: Path) -> bool:
 
 
 def find(path: Path) -> Session | None:
-    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``."""
-    return usable(path)[0]
+    """The session of the journal at ``path``, if it can be read on from there; or the session at ``path``.
+
+    Raises Missed for one at ``path`` that can't be used.
+    """
+    session, missed = usable(path)
+    if missed and is_session(path):
+        raise Missed(missed)
+    return session
 
 
-def usable(path: Path) -> tuple[Session | None, str]:
+Chosen = Callable[[Session], Iterable[KeptFile]]
+"""Which files of a session a command reads."""
+
+
+def every_file(session: Session) -> list[KeptFile]:
+    """All files of a session."""
+    return [*session.files, *session.tail]
+
+
+def files_of(windows: Sequence[Window]) -> Chosen:
+    """The files that can have rows of the windows."""
+
+    def chosen(session: Session) -> Iterable[KeptFile]:
+        for window in windows:
+            yield from session.files_within(session.within(window), with_tail=True)
+
+    return chosen
+
+
+def usable(path: Path, read: Chosen = every_file) -> tuple[Session | None, str]:
     """The session of :func:`find`, and a sentence if there is one that can't be used and is missed.
 
-    It is missed if what it stands for can't be read from the journal again.
+    It is missed if what it stands for can't be read from the journal again. Every file must have its size,
+    and those that are ``read`` their digest.
     """
     session = path if is_session(path) else place(path)
     if not is_session(path) and not path.is_dir():
@@ -339,9 +371,8 @@ def usable(path: Path) -> tuple[Session | None, str]:
             why = "is of another journal of this name"
     if found is not None and not why:
         folder = session.parent
-        files = (*found.files, *found.tail)
-        lost = [file.path for file in files if not is_intact(readable(folder, file), file.bytes)]
-        why = f"needs {lost[0]}, which is gone or was changed" if lost else ""
+        lost = _changed(folder, every_file(found), digests=False) or _changed(folder, read(found))
+        why = f"needs {lost}, which is gone or was changed" if lost else ""
     if not why:
         return found, ""
     if not is_session(path) and 1 in segments(path):
@@ -350,6 +381,26 @@ def usable(path: Path) -> tuple[Session | None, str]:
         f"{session} {why}, and with it the only record of requests: figures lack them. "
         "Put it back, or remove it to go on without them."
     )
+
+
+def _changed(folder: Path, files: Iterable[KeptFile], *, digests: bool = True) -> str:
+    """The first of some files that is not as the session lists it; "" if all are."""
+    return next(
+        (
+            file.path
+            for file in files
+            if not is_intact(readable(folder, file), file.bytes, file.digest if digests else b"")
+        ),
+        "",
+    )
+
+
+def with_digests(folder: Path, files: Iterable[KeptFile]) -> list[KeptFile]:
+    """The files, those of older versions with a digest of what they hold now."""
+    return [
+        file if file.digest else msgspec.structs.replace(file, digest=digest(readable(folder, file)))
+        for file in files
+    ]
 
 
 def load(path: Path) -> Session | None:
@@ -390,11 +441,13 @@ def settle(folder: Path, session: Session) -> None:
                 draft_of(path).rename(path)
 
 
-def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) -> list[Path]:
+def journals_and_sessions(
+    paths: Sequence[Path], exported: Sequence[Path] = (), read: Chosen = every_file
+) -> list[Path]:
     """Every journal at ``paths``, and the sessions of compacted journals that are gone.
 
-    What was kept and can't be used is said, if the journal has lost what it stands for. Raises LedgerError if
-    there is nothing, and nothing was ``exported`` either.
+    What was kept and can't be used is said, if the journal has lost what it stands for. ``read`` is that of
+    :func:`usable`. Raises LedgerError if there is nothing, and nothing was ``exported`` either.
     """
     if exported and not paths:
         return []
@@ -405,7 +458,7 @@ def journals_and_sessions(paths: Sequence[Path], exported: Sequence[Path] = ()) 
         if not sessions or len(paths) > 1:
             raise
         found = sessions
-    missed = {path: problem for path in found if (problem := usable(path)[1])}
+    missed = {path: problem for path in found if (problem := usable(path, read)[1])}
     left = [path for path in found if path not in missed or not is_session(path)]
     for problem in missed.values():
         if not left:

@@ -13,7 +13,7 @@ import msgspec
 
 from ...audit.checks.auditor import Verdict
 from ...audit.checks.registry import Violation
-from ...audit.errors import JournalError
+from ...audit.errors import JournalError, Missed
 from ...audit.events import Event
 from ...audit.journal.host_folders import journal_name
 from ...audit.journal.reader import Position
@@ -32,6 +32,7 @@ from .kept import (
     KeptFile,
     Session,
     columns_of,
+    files_of,
     folder_of,
     is_session,
     is_summed,
@@ -184,7 +185,9 @@ def replayed(path: Path, windows: Sequence[Window], wanted: Wanted) -> list[Repl
 
     ``path`` may be that of the session of a journal that is gone.
     """
-    session, missed = usable(path)
+    session, missed = usable(path, files_of(windows))
+    if missed and is_session(path):
+        raise Missed(missed)
     if session is not None and (is_session(path) or all(map(whole_minutes, windows))):
         found = _left if is_session(path) else _since  # engine time is kept by the minute
         return [found(path, session, session.within(window), wanted) for window in windows]

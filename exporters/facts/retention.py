@@ -24,7 +24,7 @@ from .kept import (
     readable,
 )
 from .schema import Row
-from .tables import Files, KeptRows, connect, mount, mount_sums, quoted, spill_to
+from .tables import Facts, Files, KeptRows, connect, mount, mount_sums, quoted, spill_to
 
 
 class Retention(NamedTuple):
@@ -81,9 +81,10 @@ def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> Non
             spill_to(connection, Path(spill))
             mount(connection, {}, EVERYTHING, kept=[kept])
             mount_sums(connection)
+            facts = Facts(connection)
             for name, table in HOURLY.items():
-                found.tables[name].extend(connection.execute(_in_microseconds(table)).fetchall())
-            found.ended_us.update(connection.execute(ended).fetchall())
+                found.tables[name].extend(facts.rows(_in_microseconds(table)))
+            found.ended_us.update(facts.rows(ended))
         finally:
             connection.close()
 

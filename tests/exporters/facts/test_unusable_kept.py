@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.command_line import runner
 from tests.exporters.facts.test_kept_blocks import Engine
 
 from kvledger.audit.journal.format import segment_name, segments
+from kvledger.audit.replay.atomic_files import FOLDER
+from kvledger.audit.replay.windows import Window
 from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
@@ -24,6 +29,10 @@ def _session(journal: Path) -> Path:
 
 def _rows(journal: Path) -> Path:
     return min(kept.folder_of(journal).glob("requests/*/*/*.parquet"))
+
+
+def _sums(journal: Path) -> Path:
+    return min(kept.folder_of(journal).glob("hours/*/*/*.parquet"))
 
 
 def _of_another_layout(journal: Path) -> None:
@@ -48,6 +57,15 @@ def _flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _exchanged(path: Path) -> None:
+    """Give the file and one of another table each other's contents."""
+    other = max(path.parents[3].glob("*/*/*/*.parquet"))
+    assert other != path
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
 def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -64,6 +82,9 @@ SPOIL: dict[str, Callable[[Path], object]] = {
     "rows gone": lambda journal: _rows(journal).unlink(),
     "rows cut": lambda journal: _cut(_rows(journal)),
     "rows are a link": lambda journal: _is_link(_rows(journal)),
+    "rows flipped": lambda journal: _flipped(_rows(journal)),
+    "rows exchanged": lambda journal: _exchanged(_rows(journal)),
+    "sums flipped": lambda journal: _flipped(_sums(journal)),
 }
 
 
@@ -128,3 +149,87 @@ def test_nothing_is_said_while_the_journal_has_all_of_it(
     after = run("--format", "json")
 
     assert (0, "", before.out) == (after.code, after.err, after.out)
+
+
+def test_every_flipped_bit_of_every_kept_file_is_noticed(compacted: Path) -> None:
+    """Also each truncation: rows are read only if they are those that were written."""
+    rng = random.Random(1)
+    session = kept.load(_session(compacted))
+    assert session is not None
+    for file in kept.every_file(session) * 20:
+        path = kept.readable(kept.folder_of(compacted), file)
+        data = path.read_bytes()
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        for wrong in (bytes(changed), data[: rng.randrange(len(data))]):
+            path.write_bytes(wrong)
+            assert kept.find(compacted) is None, path
+        path.write_bytes(data)
+
+    assert kept.find(compacted) is not None
+
+
+def test_one_engine_with_changed_sums_stops_no_other_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its journal is whole, so its rows are written again."""
+    run = runner(capsys)
+    folder = tmp_path / "journals"
+    for seed, name in enumerate(("engine-00", "engine-01")):
+        engine = Engine(tmp_path / name, seed)
+        engine.run(300)
+        shutil.copytree(engine.path, folder / name)
+        assert "" == compact(folder / name).problem
+    before = run("summary", folder, "--format", "json")
+    _flipped(_sums(folder / "engine-00"))
+    changed = run("summary", folder, "--format", "json")
+    again = run("journals", "compact", folder)
+    after = run("summary", folder, "--format", "json")
+
+    assert (0, "", before.out) == (changed.code, changed.err, changed.out)
+    assert (0, "") == (again.code, again.err)
+    assert (0, "", before.out) == (after.code, after.err, after.out)
+    assert kept.find(folder / "engine-00") is not None
+
+
+def test_a_window_reads_no_file_of_another_hour(compacted: Path, tmp_path: Path) -> None:
+    """So a file that no request of the window can be in may be changed."""
+    journal = shutil.copytree(compacted.parent, tmp_path / "journals") / compacted.name
+    session = kept.load(_session(journal))
+    assert session is not None
+    _flipped(_rows(journal))
+    later = max(file.ends for file in session.files if file.table == "requests")
+
+    assert kept.find(journal) is None
+    assert kept.usable(journal, kept.files_of([Window(later + 60, None)]))[0] is not None
+
+
+def test_files_of_a_version_without_digests_get_them(journal: Path) -> None:
+    session = kept.load(_session(journal))
+    assert session is not None
+    session.files = [replace(file, digest=b"") for file in session.files]
+    kept.save(journal, session)
+    assert kept.find(journal) is not None
+    assert "" == compact(journal).problem
+
+    found = kept.find(journal)
+    assert found is not None
+    assert all(file.digest for file in kept.every_file(found))
+
+
+def test_a_folder_of_kept_files_that_may_not_be_read_is_said(
+    journal: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner(capsys, "summary", str(journal.parent))
+    listed = os.listdir
+
+    def refuses(folder: Path) -> list[str]:
+        if str(folder).endswith(FOLDER):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", refuses)
+    found = run("--format", "json")
+
+    assert 3 == found.code
+    assert f"{kept.folder_of(journal)} can't be read (Permission denied)" in found.err
