@@ -246,8 +246,9 @@ class Auditor:
         for row in catalogue().values() if invariants is None else invariants:
             for subject in row.on:
                 groups = self._subscribed.setdefault(subject, [])
-                if not groups or groups[-1][0] is not row.unless:
-                    groups.append((row.unless, []))
+                usual = row.unless.get(subject)
+                if not groups or groups[-1][0] is not usual:
+                    groups.append((usual, []))
                 groups[-1][1].append((row, row.check))
         self.ledger.wanted = frozenset(self._subscribed)
 
@@ -382,8 +383,8 @@ class Auditor:
 
     def is_violated_by(self, request: int) -> bool:
         """Whether the request with this number, which nobody has taken, has a violation (not a drift)."""
-        known = catalogue()
-        return any(known[id].severity == "violation" for id in self.found_in.get(request, ()))
+        found = self.found_in.get(request)
+        return bool(found) and any(catalogue()[id].severity == "violation" for id in found or ())
 
     @property
     def doubts(self) -> list[str]:

@@ -26,13 +26,13 @@ from .registry import (
     LMCACHE_3269,
     NOTHING,
     RESET_CACHE,
+    USUAL,
     VLLM_30522,
     VLLM_36638,
     VLLM_37460,
     VLLM_49250,
     Figure,
     Witness,
-    as_planned,
     invariant,
 )
 
@@ -126,7 +126,7 @@ def load_unpromised(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "connector/failed-load-counted",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     severity="drift",
     tokens="failed_tokens",
     message="The engine reported {external_tokens} external tokens for request {request}, but "
@@ -162,6 +162,7 @@ def failed_load_counted(entry: Entry) -> Iterator[Witness]:
     "connector/negative-match",
     stop_now=NOTHING,
     on=(Matched, Admitted),
+    unless=USUAL,
     message="The connector answered that it has {external_tokens} tokens for request {request} beyond the "
     "{local_tokens} tokens of the local hit; this number can't be negative.",
     references=(LMCACHE_2158, LMCACHE_3269),

@@ -10,6 +10,7 @@ from ..events import Reported
 from ..ledger.account import Account, Settlement
 from ..ledger.entries import CountedDrafts, Entry, MiscountedLookups, PromptUnreported, SiblingAdded
 from .registry import (
+    USUAL,
     VLLM_30522,
     VLLM_36752,
     VLLM_36812,
@@ -18,7 +19,6 @@ from .registry import (
     VLLM_47136,
     VLLM_49250,
     Witness,
-    as_planned,
     drift,
 )
 
@@ -80,7 +80,7 @@ def session_chunk_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "session-chunk-whole",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="reported_tokens - chunk_tokens",
     message="The engine reported {reported_tokens} prompt tokens for a later chunk of session {request}, "
     "which has {chunk_tokens}: the chunks before it are counted again.",
@@ -130,7 +130,7 @@ _EXECUTED = (
 @drift(
     "full-hit-token-missing",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: the last token of a full hit was computed again.",
     near_misses=("a hit of all tokens but one", "a full hit on vLLM up to 0.19, which adds the token"),
@@ -146,7 +146,7 @@ def full_hit_token_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "replay-missing",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: a window of {tokens} tokens at the end of the hit was replayed.",
     near_misses=("a hit no longer than the window, which is dropped", "a load that brings the window's KV"),
@@ -162,7 +162,7 @@ def replay_missing(entry: Entry) -> Iterator[Witness]:
 @drift(
     "recomputed-prompt-missing",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="tokens",
     message=_EXECUTED + "{executed_tokens}: {tokens} tokens were computed again after their KV was lost.",
     references=(VLLM_36752,),
@@ -194,7 +194,7 @@ def _two_splits(entry: Entry) -> tuple[tuple[int, int, int], Settlement] | None:
 @drift(
     "later-source-missing",
     on=(Reported, Settlement),
-    unless=as_planned,
+    unless=USUAL,
     tokens="moved_tokens",
     message="The engine reported {local_tokens} local, {external_tokens} external and {computed_tokens} "
     "computed tokens for request {request}, of one of its admissions. Over all of them its prompt had "
@@ -238,7 +238,7 @@ def _moved(reported: tuple[int, ...], settled: tuple[int, ...]) -> int:
 @drift(
     "failed-hit-reported",
     on=(Reported, Settlement),
-    unless=as_planned,
+    unless=USUAL,
     tokens="failed_tokens",
     message="The engine reported {local_tokens} local tokens for request {request}, but a failed load made "
     "{failed_tokens} of them invalid, and they were computed.",
@@ -262,7 +262,7 @@ def failed_hit_reported(entry: Entry) -> Iterator[Witness]:
 @drift(
     "transfer-as-cached",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="external_tokens",
     message="The engine reported {external_tokens} tokens of request {request} as cached, which a prefill "
     "engine computed for it and handed over.",
@@ -286,7 +286,7 @@ def transfer_as_cached(entry: Entry) -> Iterator[Witness]:
 @drift(
     "cache-write-overstated",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="written_tokens - computed_tokens",
     message="The engine claims that request {request} computed {written_tokens} prompt tokens and wrote them "
     "to the prefix cache, but only {computed_tokens} were computed.",
@@ -310,7 +310,7 @@ def cache_write_overstated(entry: Entry) -> Iterator[Witness]:
 @drift(
     "chunks-in-one-step",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     tokens="computed_tokens",
     message="The engine reported the {computed_tokens} computed prompt tokens of request {request} in one "
     "step, but executed them in {steps} steps.",

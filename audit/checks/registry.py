@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..errors import LedgerError
-from ..events import Reported
+from ..events import Admitted, Finished, Reported
+from ..ledger.account import Settlement
 from ..ledger.entries import Entry, ReportedCounts
 
 RESET_CACHE = (
@@ -280,6 +281,38 @@ Usual = Callable[[Entry], bool]
 entries are, and to call each check takes several times as long."""
 
 
+def as_admitted(entry: Entry) -> bool:
+    """Whether an admission has the local hit of a lookup in the same step, within the sequence."""
+    said, account = entry.subject, entry.account
+    if not isinstance(said, Admitted) or account is None:
+        return False
+    local, external = said.local_tokens, said.external_tokens
+    return (
+        account.looked_up_local == local >= 0 <= external
+        and account.looked_up_step == said.step
+        and local + external <= account.sequence_tokens
+    )
+
+
+def as_settled(entry: Entry) -> bool:
+    """Whether the tokens of a settlement sum to its prompt, before the engine has reported any figures."""
+    said, account = entry.subject, entry.account
+    if not isinstance(said, Settlement) or account is None:
+        return False
+    settled = said.local + said.external + said.computed + said.unattained
+    new = said.prompt_tokens - said.carried
+    return settled == new and account.reported is None and not account.suspense
+
+
+def as_finished(entry: Entry) -> bool:
+    """Whether a request ended within the limit of its client, and every token has a known cause."""
+    said, account = entry.subject, entry.account
+    if not isinstance(said, Finished) or account is None:
+        return False
+    limit = account.max_tokens
+    return not account.suspense and (limit is None or said.output_tokens <= limit)
+
+
 def as_planned(entry: Entry) -> bool:
     """Whether a report is the only one of its prompt, and has the figures of the admission and the account.
 
@@ -319,6 +352,16 @@ def as_counted(entry: Entry) -> bool:
     )
 
 
+USUAL: dict[type, Usual] = {
+    Admitted: as_admitted,
+    Finished: as_finished,
+    Reported: as_planned,
+    ReportedCounts: as_counted,
+    Settlement: as_settled,
+}
+"""By type of subject: the entries that checks with ``unless=USUAL`` are not called for."""
+
+
 class Invariant(msgspec.Struct, frozen=True):
     """One thing that must hold.
 
@@ -328,7 +371,7 @@ class Invariant(msgspec.Struct, frozen=True):
     all; a rule by which the engine counts every such request needs no finding for each. ``tokens``: the
     figures of a witness that say how many tokens it is about, as ``written - computed``, of which the sign is
     left out; "" if it says no number. ``stop_now``: what stops the harm; "" if only a figure is wrong.
-    ``unless``: the entries for which it is not called.
+    ``unless``: by type of subject, the entries for which it is not called.
     """
 
     id: str
@@ -343,7 +386,7 @@ class Invariant(msgspec.Struct, frozen=True):
     once: bool = False
     tokens: str = ""
     stop_now: str = ""
-    unless: Usual | None = None
+    unless: Mapping[type, Usual] = {}
 
     @property
     def family(self) -> str:
@@ -413,12 +456,12 @@ def invariant(
     once: bool = False,
     tokens: str = "",
     stop_now: str | None = None,
-    unless: Usual | None = None,
+    unless: Mapping[type, Usual] | None = None,
 ) -> Callable[[Check], Check]:
     """Register a check. It is called with the entries whose subject has one of the types ``on``.
 
     ``stop_now``: what stops the harm of a violation; by default that of its kind, and nothing for a drift.
-    ``unless``: entries in which the check can find nothing.
+    ``unless``: by type of subject, entries in which the check can find nothing.
     """
 
     def register(check: Check) -> Check:
@@ -440,7 +483,7 @@ def invariant(
             once=once,
             tokens=tokens,
             stop_now=stop if stop_now is None else stop_now,
-            unless=unless,
+            unless=unless or {},
         )
         return check
 
@@ -455,7 +498,7 @@ def drift(
     near_misses: tuple[str, ...],
     tokens: str,
     references: tuple[Reference, ...] = (),
-    unless: Usual | None = None,
+    unless: Mapping[type, Usual] | None = None,
 ) -> Callable[[Check], Check]:
     """Register a drift of the family ``metrics``, which is found once an engine."""
     return invariant(

@@ -22,6 +22,7 @@ from ..ledger.entries import (
 )
 from .registry import (
     LMCACHE_2912,
+    USUAL,
     VLLM_18955,
     VLLM_18957,
     VLLM_25780,
@@ -35,8 +36,6 @@ from .registry import (
     VLLM_48245,
     VLLM_57562,
     Witness,
-    as_counted,
-    as_planned,
     invariant,
 )
 
@@ -55,7 +54,7 @@ def _corrected(subject: Reported) -> bool:
     "tokens/negative",
     tokens="tokens",
     on=(Reported, Admitted),
-    unless=as_planned,
+    unless=USUAL,
     message="The engine reported {local_tokens} local, {external_tokens} external and "
     "{computed_tokens} computed tokens for the {prompt_tokens}-token prompt of request {request}: "
     "this split is impossible.",
@@ -101,7 +100,7 @@ def negative(entry: Entry) -> Iterator[Witness]:
     "tokens/source-sum",
     tokens="tokens",
     on=(Reported, Settlement),
-    unless=as_planned,
+    unless=USUAL,
     message="The engine reported {local_tokens} local + {external_tokens} external + "
     "{computed_tokens} computed tokens for request {request}, but its prompt has {prompt_tokens}.",
     references=(VLLM_36752,),
@@ -151,7 +150,7 @@ _NOT_THIS_ADMISSION = (
     "tokens/set-once",
     tokens="tokens",
     on=(Reported,),
-    unless=as_planned,
+    unless=USUAL,
     message=_NOT_THIS_ADMISSION + ".",
     references=(VLLM_36752, VLLM_37460),
     near_misses=(
@@ -216,7 +215,7 @@ def _admissions(account: Account, reported: Reported) -> str:
     "tokens/balance",
     tokens="computed_tokens - ledger_tokens",
     on=(ReportedCounts,),
-    unless=as_counted,
+    unless=USUAL,
     message="The engine counts {computed_tokens} computed tokens for request {request} "
     "({instant}), but its hits, loads and scheduled tokens sum to {ledger_tokens}.",
     near_misses=(
@@ -247,7 +246,7 @@ def balance(entry: Entry) -> Iterator[Witness]:
     "tokens/unexplained-drop",
     tokens="ledger_tokens - computed_tokens",
     on=(ReportedCounts, StaleRejection),
-    unless=as_counted,
+    unless=USUAL,
     message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
     "{computed_tokens} ({instant}), and no recorded event explains it.",
     near_misses=(
@@ -370,7 +369,7 @@ def turn_overcounted(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "tokens/beyond-sequence",
     on=(ReportedCounts,),
-    unless=as_counted,
+    unless=USUAL,
     message="Request {request} has {computed_tokens} computed tokens, {in_flight_tokens} of them in "
     "flight ({instant}), but its sequence allows at most {limit_tokens} that are executed.",
     references=(VLLM_48245,),
@@ -412,7 +411,7 @@ def beyond_sequence(entry: Entry) -> Iterator[Witness]:
     "tokens/in-flight",
     tokens="in_flight_tokens - ledger_tokens",
     on=(ReportedCounts,),
-    unless=as_counted,
+    unless=USUAL,
     message="The engine counts {in_flight_tokens} tokens in flight for request {request} "
     "({instant}), but {ledger_tokens} are scheduled and have no output yet.",
     references=(VLLM_57562,),
@@ -466,6 +465,7 @@ def _ended_by_failed_load(account: Account, at_end: ReportedCounts) -> bool:
     "tokens/beyond-max-tokens",
     tokens="output_tokens - max_tokens",
     on=(Finished,),
+    unless=USUAL,
     message="Request {request} ended with {output_tokens} output tokens, but its client asked for "
     "{max_tokens} at most.",
     near_misses=(
@@ -513,6 +513,7 @@ def reset_on_preemption(entry: Entry) -> Iterator[Witness]:
 @invariant(
     "tokens/stale-lookup",
     on=(Admitted, LookupKept),
+    unless=USUAL,
     message="Request {request} was admitted in step {step} with {local_tokens} local tokens, but its last "
     "prefix-cache lookup, in step {looked_up_step}, found {looked_up_tokens}.",
     references=(VLLM_18955, VLLM_18957),
@@ -619,6 +620,7 @@ def lookup_counted_once(entry: Entry) -> Iterator[Witness]:
     "tokens/suspense",
     tokens="suspense_tokens",
     on=(Settlement, Preempted, Finished),
+    unless=USUAL,
     message="{suspense_tokens} tokens of request {request} were computed again, and no recorded event says "
     "why their KV was lost.",
     near_misses=("tokens computed again after a known loss, which are rework with its cause",),

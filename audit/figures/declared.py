@@ -12,7 +12,7 @@ from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
 from ..ledger.weights_of_requests import outputs_of, suspect_of
-from .figure import MICROSECONDS, Counter, Figure, Histogram, Item, Settled, Slot
+from .figure import MICROSECONDS, Counter, Figure, Histogram, Item, Known, Settled, Slot, Unknown, Whole
 
 OTHER = "other"
 """Stands for a cause that this release does not know."""
@@ -101,6 +101,14 @@ def _plan_computed(account: Account) -> int | None:
     return prompt - sum(account.plan)
 
 
+def _hits(account: Account) -> int:
+    hits = 0
+    for life in account.lives:
+        if life.local > 0:
+            hits += life.local
+    return hits
+
+
 def _alone(name: str, group: str, help: str) -> tuple[Counter, ...]:
     return (Counter(f"kvledger_{name}_tokens", group, help),)
 
@@ -111,14 +119,6 @@ def _by_cause(name: str, group: str, help: str) -> Counter:
 
 def _by_tier(name: str, help: str) -> Counter:
     return Counter(f"kvledger_{name}_by_tier_tokens", "External tokens", help, "tier", by_cause=True)
-
-
-def _first_token(account: Account) -> int | None:
-    return None if account.first_token is None else sum(account.first_token)
-
-
-def _output_time(account: Account) -> int | None:
-    return None if account.output_time is None else sum(account.output_time)
 
 
 def _by_cause_of_time(
@@ -148,7 +148,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "unknown_requests",
         "requests whose account is unknown; no figure of tokens includes them",
-        lambda account: account.unknown is not None,
+        Unknown(),
         "requests",
         of_unknown=True,
         sql="count(unknown)",
@@ -156,7 +156,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "began_before",
         "unknown requests that began before the first kept segment of a rotated journal: no loss",
-        lambda account: account.unknown == BEGAN_BEFORE,
+        Unknown(BEGAN_BEFORE),
         "requests",
         of_unknown=True,
         sql=f"count(*) FILTER (unknown = '{BEGAN_BEFORE}')",
@@ -201,7 +201,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "plan_requests",
         "requests with a planned split",
-        lambda account: account.plan is not None,
+        Known("plan"),
         "requests",
         sql="count(plan_local)",
     ),
@@ -215,7 +215,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "reports",
         "requests whose sources the engine reported",
-        lambda account: account.reported is not None,
+        Known("reported"),
         "requests",
         sql="count(reported_local)",
     ),
@@ -297,7 +297,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "first_tokens",
         "requests with a first output, of sessions their first turn",
-        lambda account: account.first_token is not None,
+        Known("first_token"),
         "requests",
         sql="count(first_token_microseconds)",
         counters=(
@@ -307,7 +307,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "first_token_microseconds",
         "from the request's arrival in the scheduler to its first output; of a session, of its first turn",
-        _first_token,
+        Whole("first_token"),
         MICROSECONDS,
         per="first_tokens",
         histogram=FIRST_TOKENS,
@@ -331,7 +331,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "later_tokens_microseconds",
         "from the request's first output to its last; null for sessions and requests that were aborted",
-        _output_time,
+        Whole("output_time"),
         MICROSECONDS,
         per="later_tokens",
         histogram=OUTPUT_TOKENS,
@@ -379,7 +379,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "promised_by_tier",
         "of these, tokens whose tier was asked for",
-        Slot("promised_by_tier"),
+        Slot("promised_by_tier", when="tiered"),
         causes=tuple(causes.TIERS),
         part_of="promised",
         counters=(
@@ -392,7 +392,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "loaded_by_tier",
         "loaded tokens whose tier was asked for",
-        Slot("loaded_by_tier"),
+        Slot("loaded_by_tier", when="tiered"),
         causes=tuple(causes.TIERS),
         part_of="loaded",
         counters=(
@@ -405,7 +405,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "voided_by_tier",
         "tokens that failed or were cancelled and whose tier was asked for",
-        Slot("voided_by_tier"),
+        Slot("voided_by_tier", when="tiered"),
         causes=tuple(causes.TIERS),
         part_of="voided",
         counters=(
@@ -418,7 +418,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "loaded_again_by_tier",
         "repeat loads whose tier was asked for",
-        Slot("loaded_again_by_tier"),
+        Slot("loaded_again_by_tier", when="tiered"),
         causes=tuple(causes.TIERS),
         part_of="loaded_again",
         counters=(_by_tier("loaded_again", "Repeat loads, by the tier that the connector reported."),),
@@ -474,7 +474,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "hits",
         "local hits of all lives",
-        lambda account: sum(max(0, life.local) for life in account.lives),
+        _hits,
         counters=_alone("hit", "Weights", "Local hits of all admissions."),
     ),
     Figure(

@@ -82,9 +82,13 @@ class Figure(NamedTuple):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Reads an attribute of the account, a number or a table by cause."""
+    """Reads an attribute of the account, a number or a table by cause.
+
+    ``when``: another attribute without which the table is empty.
+    """
 
     name: str
+    when: str = ""
 
     def __call__(self, account: Account) -> Any:
         return getattr(account, self.name)
@@ -98,6 +102,34 @@ class Settled(msgspec.Struct, frozen=True):
     def __call__(self, account: Account) -> int | None:
         found = [getattr(settlement, self.name) for settlement in account.settlements]
         return sum(found) if found else None
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """Whether the account is unknown, for this reason if there is one."""
+
+    reason: str = ""
+
+    def __call__(self, account: Account) -> bool:
+        return account.unknown is not None and self.reason in ("", account.unknown)
+
+
+class Known(msgspec.Struct, frozen=True):
+    """Whether the account has a tuple."""
+
+    name: str
+
+    def __call__(self, account: Account) -> bool:
+        return getattr(account, self.name) is not None
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """Reads the sum of a tuple that the account may have; None if it has none."""
+
+    name: str
+
+    def __call__(self, account: Account) -> int | None:
+        found = getattr(account, self.name)
+        return None if found is None else int(sum(found))
 
 
 class Item(msgspec.Struct, frozen=True):

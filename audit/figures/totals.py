@@ -9,7 +9,7 @@ import msgspec
 
 from ..ledger.account import Account
 from .declared import FIGURES
-from .figure import Figure, Item, Settled, Slot
+from .figure import Figure, Item, Known, Settled, Slot, Unknown, Whole
 from .sums import Sums, merge_tokens
 
 
@@ -26,10 +26,7 @@ class _Totals(Sums):
             for name, read in _OF_UNKNOWN:
                 setattr(self, name, getattr(self, name) + read(account))
             return
-        _add_numbers(self, account)
-        for name in _BY_CAUSE:
-            if tokens := getattr(account, name):
-                merge_tokens(getattr(self, name), tokens)
+        _add_known(self, account)
 
     def of(self, figure: str) -> int:
         """The sum of a figure, over all causes of one that is counted by cause."""
@@ -47,38 +44,49 @@ def _field(figure: Figure) -> tuple[str, type, object]:
 
 
 _OF_UNKNOWN = [(figure.name, figure.read) for figure in FIGURES if figure.of_unknown]
-_BY_CAUSE = [figure.name for figure in FIGURES if figure.causes]
-_NUMBERS = [figure for figure in FIGURES if not figure.causes]
 
 
-def _number_adder() -> Callable[[_Totals, Account], None]:
-    """A function that adds the numbers of an account, written out figure by figure, as dataclasses do.
+def _adder() -> Callable[[_Totals, Account], None]:
+    """A function that adds a known account, written out figure by figure, as dataclasses do.
 
-    Called for each account of a replay, it takes half the time of a loop over the figures.
+    Called for each account of a replay, it takes a sixth of the time of a loop over the figures. Half of an
+    account's figures are 0, and to look at a number takes a third of the time of adding it.
     """
-    lines, of_settlement = [], []
-    items: dict[str, list[str]] = {}
-    names: dict[str, Any] = {}
-    for figure in _NUMBERS:
+    lines: list[str] = []
+    of_slots: dict[str, list[str]] = {}
+    of_settlement: list[str] = []
+    names: dict[str, Any] = {"merge": merge_tokens}
+    for figure in FIGURES:
+        name, add = figure.name, f"if it := {{}}: sums.{figure.name} += it"
+        if figure.causes:
+            add = f"if it := {{}}: merge(sums.{figure.name}, it)"
         match figure.read:
-            case Slot(name=name):
-                lines.append(f"    sums.{figure.name} += account.{name}")
-            case Item(name=name, place=place):
-                items.setdefault(name, []).append(f"        sums.{figure.name} += found[{place}]")
-            case Settled(name=name):
-                of_settlement.append(f"        sums.{figure.name} += settlement.{name}")
+            case Slot(name=slot, when=""):
+                lines.append(add.format(f"account.{slot}"))
+            case Slot(name=slot, when=when):
+                of_slots.setdefault(when, []).append(add.format(f"account.{slot}"))
+            case Known(name=slot):
+                of_slots.setdefault(slot, []).append(f"sums.{name} += 1")
+            case Whole(name=slot):
+                of_slots.setdefault(slot, []).append(f"sums.{name} += sum(found)")
+            case Item(name=slot, place=place):
+                of_slots.setdefault(slot, []).append(add.format(f"found[{place}]"))
+            case Settled(name=slot):
+                of_settlement.append(f"    {add.format(f'settlement.{slot}')}")
+            case Unknown():
+                pass  # this account is known
             case read:
-                names[f"read_{figure.name}"] = read
-                lines.append(f"    sums.{figure.name} += read_{figure.name}(account) or 0")
-    for name, adding in items.items():
-        lines += [f"    found = account.{name}", "    if found is not None:", *adding]
-    body = [*lines, "    for settlement in account.settlements:", *of_settlement]
-    exec("\n".join(["def add(sums, account):", *body]), names)
+                names[f"read_{name}"] = read
+                lines.append(add.format(f"read_{name}(account)"))
+    for slot, adding in of_slots.items():  # what is None or False has none of these
+        lines += [f"if found := account.{slot}:", *(f"    {line}" for line in adding)]
+    lines += ["for settlement in account.settlements:", *of_settlement]
+    exec("\n    ".join(["def add(sums, account):", *lines]), names)
     adder: Callable[[_Totals, Account], None] = names["add"]
     return adder
 
 
-_add_numbers = _number_adder()
+_add_known = _adder()
 
 if TYPE_CHECKING:
     Totals = _Totals

@@ -242,7 +242,7 @@ def settle_if_attained(state: LedgerState, account: Account) -> None:
     Then a later output or the end of the request settles.
     """
     tally = account.positions.tally(account.carried, account.prompt_tokens)
-    if tally["unattained"]:
+    if tally[UNATTAINED]:
         account.incomplete = True
     else:
         _settle(state, account, tally)
@@ -264,7 +264,7 @@ def _settle(state: LedgerState, account: Account, tally: dict[str, int]) -> None
         unattained=tally[UNATTAINED],
         at=state.at,
         step=state.step,
-        invalid_hits=_invalid_hits(account),
+        invalid_hits=_invalid_hits(account) if account.invalid_hits else 0,
     )
     account.settled = True
     account.settlements.append(settlement)

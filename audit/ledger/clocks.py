@@ -24,6 +24,7 @@ from .account import Account, Life
 
 _PLACE = {cause: place for place, cause in enumerate(causes.QUEUE)}
 _NEXT_STEP, _UNKNOWN = _PLACE[causes.QUEUED_NEXT_STEP], _PLACE[causes.QUEUED_UNKNOWN]
+_NONE = (0,) * len(_PLACE)
 
 
 class QueueClock(msgspec.Struct):
@@ -76,9 +77,8 @@ class QueueClock(msgspec.Struct):
         began = self.waiting.pop(request, at - waited)
         if self.recorded and not isinstance(began, int):
             return tuple(map(sub, self._read(at), began))
-        parts = [0] * len(_PLACE)
-        parts[_NEXT_STEP if self.recorded else _UNKNOWN] = waited
-        return tuple(parts)
+        place = _NEXT_STEP if self.recorded else _UNKNOWN
+        return *_NONE[:place], waited, *_NONE[place + 1 :]
 
 
 # --- step clock ----------------------------------------------------------------------------------------
@@ -128,10 +128,17 @@ class StepClock(msgspec.Struct):
 
 def share(life: Life, clock: StepClock, at: int, tokens: int) -> None:
     """Add the life's share up to ``at``; from there it has ``tokens`` in each step."""
-    if life.step_tokens or tokens:
+    if own := life.step_tokens:
         reading = clock.read(at)
-        life.own += life.step_tokens * (reading - life.shared_to & _MODULUS)
-        life.step_tokens, life.shared_to = tokens, reading if tokens else 0
+        life.own += own * (reading - life.shared_to & _MODULUS)
+        if own == tokens:
+            life.shared_to = reading
+            return
+    elif not tokens:
+        return
+    else:
+        reading = clock.read(at)
+    life.step_tokens, life.shared_to = tokens, reading if tokens else 0
 
 
 def prefill_parts(account: Account, prefill: int) -> tuple[int, int]:
@@ -169,6 +176,11 @@ def _parts(own: int, whole: int) -> tuple[int, int]:
 PREFILL_PLACE = list(causes.FIRST_TOKEN).index(causes.PREFILL)
 DECODE_PLACE = list(causes.OUTPUT_TIME).index(causes.DECODE)
 
+assert next(iter(causes.FIRST_TOKEN)) == causes.QUEUED and DECODE_PLACE == 0
+_NOTHING_ELSE = (0,) * (PREFILL_PLACE - 1), (0,) * (len(causes.FIRST_TOKEN) - 1 - PREFILL_PLACE)
+_NEVER_INTERRUPTED = (0,) * (len(causes.OUTPUT_TIME) - 1)
+"""The microseconds of all other causes, of a request that waited once and then ran to its end."""
+
 _QUEUED = causes.QUEUED, causes.DECODE_PREEMPTED
 _READY = causes.READY, causes.DECODE_LOADING
 _PREEMPTED = causes.PREEMPTED, causes.DECODE_PREEMPTED
@@ -180,6 +192,11 @@ def first_token(account: Account, until: int) -> tuple[int, ...]:
 
     In the order of :data:`~kvledger.audit.causes.FIRST_TOKEN`.
     """
+    life = account.lives[0] if len(account.lives) == 1 else None
+    if life is not None and life.ended_at < 0 and not life.asynchronous:
+        began = life.began_at
+        if account.added_at <= began <= life.ran_at <= until:  # it waited once, and then ran
+            return (began - account.added_at, *_NOTHING_ELSE[0], until - began, *_NOTHING_ELSE[1])
     return _divide(account, causes.FIRST_TOKEN, 0, account.added_at, until)
 
 
@@ -188,6 +205,9 @@ def output_time(account: Account, since: int, until: int) -> tuple[int, ...]:
 
     In the order of :data:`~kvledger.audit.causes.OUTPUT_TIME`.
     """
+    life = account.lives[0] if len(account.lives) == 1 else None
+    if life is not None and life.ended_at < 0 and 0 <= life.ran_at <= life.output_at <= since <= until:
+        return until - since, *_NEVER_INTERRUPTED
     return _divide(account, causes.OUTPUT_TIME, 1, since, until)
 
 

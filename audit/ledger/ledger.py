@@ -14,6 +14,7 @@ from typing import Any, get_args
 from .. import events as ev
 from ..causes import END_UNSEEN, NOT_HIT
 from ..figures.totals import Totals
+from ..pool_calls import AnyEvent
 from .account import Account, AccountStatement
 from .accounts import (
     activate_all,
@@ -86,9 +87,10 @@ POSTINGS: dict[type[ev.Event], Callable[[LedgerState, Any], None]] = {
 
 def _follow_blocks(state: LedgerState, event: ev.Event) -> None:
     """Note what an event of requests says of blocks."""
-    if state.blocks.pools:
-        enter_subjects(state, state.blocks.after(event), state.step)
-        for request, start, end in state.blocks.invalid_hits:
+    blocks = state.blocks
+    if blocks.follows(event):
+        enter_subjects(state, blocks.after(event), state.step)
+        for request, start, end in blocks.invalid_hits:
             withdraw_hit(state, request, start, end)
 
 
@@ -132,11 +134,19 @@ _FOLLOWING: dict[Callable[[LedgerState, Any], None], tuple[type[ev.Event], ...]]
 }
 """What other ledgers do after an event was posted, in this order."""
 
-FOLLOWING = {
-    kind: tuple(follow for follow, kinds in _FOLLOWING.items() if kind in kinds)
-    for kind in {kind for kinds in _FOLLOWING.values() for kind in kinds}
-}
-"""The same by event."""
+
+def _posting(kind: type[ev.Event], *, blocks: bool) -> tuple[Callable[[LedgerState, Any], None], ...]:
+    """Everything that an event does, in order."""
+    followers = [follow for follow, kinds in _FOLLOWING.items() if kind in kinds]
+    return (*filter(None, [POSTINGS.get(kind)]), *(f for f in followers if blocks or f is not _follow_blocks))
+
+
+_KINDS = (*get_args(AnyEvent), ev.PoolCalls)
+OF_REQUESTS = {kind: _posting(kind, blocks=False) for kind in _KINDS}
+"""What an event does as long as no pool is known."""
+
+OF_ALL = {kind: _posting(kind, blocks=True) for kind in _KINDS}
+"""What it does once one is."""
 
 
 class Ledger(LedgerState):
@@ -159,12 +169,8 @@ class Ledger(LedgerState):
         self.number = self.number + 1 if number is None else number
         self.at = event.at
         self.entries = []
-        kind = type(event)
-        post = POSTINGS.get(kind)
-        if post is not None:
+        for post in (OF_ALL if self.blocks.pools else OF_REQUESTS)[type(event)]:
             post(self, event)
-        for follow in FOLLOWING.get(kind, ()):
-            follow(self, event)
         return self.entries
 
     def posted(self, request: int) -> Account | None:

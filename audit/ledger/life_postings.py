@@ -106,9 +106,10 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
     life.asynchronous = event.asynchronous
     if state.reported_admission == "last" and not (account.settled or account.incomplete):
         account.reporting = life
-    for cause, blocks in zip(causes.SAMPLED_MISSES, event.sampled_misses or (), strict=False):
-        if blocks:
-            add_tokens(account.sampled_misses, cause, blocks)
+    if event.sampled_misses:
+        for cause, blocks in zip(causes.SAMPLED_MISSES, event.sampled_misses, strict=False):
+            if blocks:
+                add_tokens(account.sampled_misses, cause, blocks)
     _local_hit(state, account, life)
     promised = event.external_tokens
     account.computed = event.local_tokens + promised
@@ -125,12 +126,15 @@ def _admitted(state: LedgerState, event: ev.Admitted) -> None:
 
 def _local_hit(state: LedgerState, account: Account, life: Life) -> None:
     """Post the local hit of a new life."""
-    gaps = account.positions.fill(0, life.local, LOCAL, life.number)
-    again = max(0, life.local) - sum(end - start for start, end in gaps)
-    account.hit_again += again
+    again = 0
+    if life.local > 0:
+        gaps = account.positions.fill(0, life.local, LOCAL, life.number)
+        again = life.local - sum([end - start for start, end in gaps])
+        account.hit_again += again
     account.computed = life.local
-    note = f"local hit (repeat hit: {again})" if again else "local hit"
-    add_line(state, account, note if life.local else "admitted, no local hit", credit=life.local)
+    if account.lines is not None:
+        note = f"local hit (repeat hit: {again})" if again else "local hit"
+        add_line(state, account, note if life.local else "admitted, no local hit", credit=life.local)
 
 
 def withdraw_hit(state: LedgerState, request: int, start: int, end: int) -> None:
@@ -254,7 +258,8 @@ def end_life(state: LedgerState, account: Account, cause: str) -> None:
         add_tokens(account.discarded, cause, account.computed)
         account.losses.add(0, delivered_end(account, account.computed), cause)
     tokens, account.computed, account.life = account.computed, 0, None
-    add_line(state, account, f"discarded: {causes.loss(cause)}", debit=tokens, life=life.number)
+    if account.lines is not None:
+        add_line(state, account, f"discarded: {causes.loss(cause)}", debit=tokens, life=life.number)
 
 
 def _loads_in_flight(account: Account, life: Life) -> bool:
@@ -310,7 +315,8 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     account.closed_at = state.at
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
-    _overrun_in_flight(state, account)
+    if account.in_flight:
+        _overrun_in_flight(state, account)
     if event.reason in causes.WITH_LAST_OUTPUT:
         _time_output(state, account, event.output_tokens)
     state.last_ended = None

@@ -196,7 +196,7 @@ def drafts_counted(state: LedgerState, event: ev.DraftsCounted) -> None:
 
 def sibling(state: LedgerState, account: Account) -> None:
     """Enter that this request and one that lives are samples of one client's request."""
-    named = _SAMPLE.fullmatch(account.request_id)
+    named = _SAMPLE.fullmatch(account.request_id) if "_" in account.request_id else None
     if named is None or named[1] == "0":
         return
     earlier = f"{int(named[1]) - 1}_{named[2]}"

@@ -579,26 +579,30 @@ class EventAudit(Observed):
 
     def feed(self, number: int, event: Event) -> list[Violation]:
         """Audit one event; returns the findings that are new."""
-        auditor, workers = self.auditor, self.workers
+        auditor, workers, kind = self.auditor, self.workers, type(event)
         ledger = auditor.ledger
         from_workers: list[Violation] = []
-        if 0 <= workers.next_step <= ledger.step and type(event) in AFTER_PLANNING:
+        if 0 <= workers.next_step <= ledger.step and kind in AFTER_PLANNING:
             from_workers = self._feed_worker_steps()
-        if workers.calls and isinstance(event, Stepped | WeightsChanged):
+        if workers.calls and kind in (Stepped, WeightsChanged):
             self._feed_worker_calls(ledger.clock + event.at / 1e6)
-        findings = self._post(event, number)
+        if self.window is EVERYTHING and not self._others and not self.on_trouble:
+            findings = auditor.feed(event, number)
+        else:
+            findings = self._post(event, number)
         if from_workers:
             findings = from_workers + findings
-        for audit in (self, *self._others) if self._others else (self,):
-            for observe in audit.on_event:
-                observe(event)
-        handlers = self._handlers.get(type(event), ())
+        if self.on_event or self._others:
+            for audit in (self, *self._others):
+                for observe in audit.on_event:
+                    observe(event)
+        handlers = self._handlers.get(kind, ())
         if handlers or ledger.closed:
             try:
                 for handle in handlers:
                     handle(event)
                 for other in self._others:
-                    for handle in other._handlers.get(type(event), ()):
+                    for handle in other._handlers.get(kind, ()):
                         handle(event)
                 if ledger.closed:
                     self.event = event
@@ -610,8 +614,6 @@ class EventAudit(Observed):
 
     def _post(self, event: Event, number: int) -> list[Violation]:
         """Post and check one event, and place what went wrong with it in bounded windows."""
-        if not self.window.bounded and not self._others and not self.on_trouble:
-            return self.auditor.feed(event, number)
         ledger, began = self.auditor.ledger, self.began_seconds or 0.0
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
         findings = self._check(event, number)

@@ -87,6 +87,15 @@ class BlockLedger(Holdings):
             _APPLYING[type(call)](self, call)
         return self.findings
 
+    def follows(self, event: ev.Event) -> bool:
+        """Whether anything about blocks may follow from an event of requests."""
+        kind = type(event)
+        return (
+            kind in _FOLLOWING
+            or bool(self.newly_cached and kind not in _SCHEDULING)
+            or bool(self.preempted_cached)
+        )
+
     def after(self, event: ev.Event) -> list[BlockFinding]:
         """Called after any other event is posted; return the subjects about blocks that follow from it."""
         self.findings, self.invalid_hits = [], []

@@ -33,7 +33,7 @@ from kvledger.audit.events import (
     SnapshotRow,
 )
 from kvledger.audit.ledger.entries import Entry
-from kvledger.audit.ledger.ledger import POSTINGS
+from kvledger.audit.ledger.ledger import OF_REQUESTS
 from kvledger.audit.ledger.ledger_state import ERRORS_KEPT, OTHER_ERRORS
 
 NEVER_LOADED = {"never_loaded", "not_planned"}
@@ -255,7 +255,7 @@ def test_an_event_that_cannot_be_posted_leaves_no_clean_verdict(monkeypatch: pyt
     def fail(*_: object) -> None:
         raise KeyError("broken")
 
-    monkeypatch.setitem(POSTINGS, LookedUp, fail)
+    monkeypatch.setitem(OF_REQUESTS, LookedUp, (fail,))
     auditor = Auditor(debug=False)
 
     auditor.feed_all([started(), *events(200, "A0+32 L s56 o s144 o+ F"), LookedUp(9, 0, 1, 0)])
