@@ -105,7 +105,7 @@ def show(
 @command(
     opt.RIGHT,
     "check http://localhost:8000",
-    "check http://localhost:8000 --format json",
+    "check http://localhost:8000 --probe --format json",
     exit_codes=(
         "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no vLLM server "
         "answers there in time; 3 something can't be judged, and nothing contradicts."
@@ -113,18 +113,23 @@ def show(
 )
 def check(
     url: str = argument("URL", "The address of the server."),
+    probe: bool = option(
+        "--probe",
+        "Also send four requests of random token ids: a prompt twice, another last token, half of it.",
+    ),
     format: str = opt.TEXT_OR_JSON,
 ) -> Answer:
-    """Check a running server from outside.
+    """Check a running server from outside: why its hit rate is low, and whether its counters can be believed.
 
-    Nothing is installed there. Reads the release, the models and /metrics, twice within a second: which known
-    faults this release has under the configuration that shows, counters that contradict each other, hit
-    shares, and what only hooks in the engine can tell. Takes less than five seconds.
+    Nothing is installed there. Reads release, models and /metrics, twice within a second: why few prompt
+    tokens hit the prefix cache, which known faults this release has under the configuration that shows,
+    counters that contradict each other, and what only hooks in the engine can tell. Takes less than five
+    seconds, and ten with --probe.
     """
     from .exporters import served_engine
     from .exporters.reports import check as report
 
-    result = report.checked(served_engine.ask(url))
+    result = report.checked(served_engine.ask(url, probe=probe))
     return report.answer(result)._replace(code=CODES[result.verdict])
 
 

@@ -17,6 +17,7 @@ NAMES = (
     "content_sketches",
     "evicted",
     "gpu_engine",
+    "hit_reasons",
     "keys",
     "long_run",
     "mutants",

@@ -66,3 +66,8 @@ def contradictions(first: Figures, second: Figures, words: Mapping[str, str]) ->
             total, limit = sum(first[each] for each in lesser), sum(second[each] for each in more)
             if total > limit:
                 yield Contradiction(lesser, total, more, limit)
+    if sources_add_up(words) and not second.get("preemptions") and second.get("local_hit_tokens") == 0:
+        # A preempted request's hits count only in the other figure. A coordinator of a plugin may count none.
+        local = first.get("local_tokens", 0.0)
+        if local:
+            yield Contradiction(("local_tokens",), local, ("local_hit_tokens",), 0.0)

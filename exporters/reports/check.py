@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from ...audit.analysis.contradictions import Contradiction, contradictions, relations
+from ...audit.analysis.hit_reasons import Probe, Reason, reasons, share
 from ...audit.checks.figures import FIGURES
 from ...audit.faults.listing import KnownOfRelease, of_release
 from ...audit.release_semantics import meanings
 from ...audit.text import printable
-from ..answer import DIM, Answer, Lines, Part, Table, Words, counted, listed
-from ..served_engine import Server
+from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed
+from ..served_engine import Server, outside
 from .faults import fault_sentence
 
 HOOKS_TELL = (
@@ -36,6 +37,10 @@ class CheckedEngine(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float]
     grew: dict[str, float]
     contradictions: list[str]
+    hit_share: float | None
+    """Of the looked-up prompt tokens; None: none was looked up."""
+    reasons: list[Reason]
+    """Why so few hit; empty where enough do."""
 
     def share(self, hit: str, of: str) -> float | None:
         """The hit share of what was looked up; None: nothing was, or no counter says."""
@@ -54,6 +59,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[CheckedEngine]
     unknown: list[str]
     faults: KnownOfRelease | None
+    probe: Probe | None
 
 
 def checked(server: Server) -> Checked:
@@ -67,6 +73,8 @@ def checked(server: Server) -> Checked:
             counters=last,
             grew={name: last[name] - first[name] for name in last.keys() & first.keys()} if same else {},
             contradictions=[_says(one) for one in contradictions(first, last, words)] if same else [],
+            hit_share=share(told := outside(server, engine)),
+            reasons=reasons(told, server.probe),
         )
         for engine, last in sorted(server.second.engines.items())
         if (first := server.first.engines.get(engine)) is not None
@@ -83,6 +91,7 @@ def checked(server: Server) -> Checked:
         engines=engines,
         unknown=unknown,
         faults=faults,
+        probe=server.probe,
     )
 
 
@@ -94,6 +103,8 @@ def _unknown(
     words: dict[str, str],
     faults: KnownOfRelease | None,
 ) -> Iterator[str]:
+    if server.unprobed:
+        yield server.unprobed
     if not same:
         yield "Two servers answer at this address, or the server restarted: check one by its own address."
     elif not engines:
@@ -169,10 +180,26 @@ def _sentences(result: Checked) -> Iterator[str]:
         for name, value in result.settings.items()
         if name != "v0"
     )
-    yield f"{result.verdict}: {says}."
+    yield f"{result.verdict}: {says}. {_hits(result)}".rstrip()
     yield f"{result.url} is {release}{models}, {counted(len(result.engines), 'engine')}."
     yield f"Known of its configuration: {known or 'nothing'}. What else it has is not known."
     yield from (f"- {each}" for each in (*wrong, *result.unknown))
+    for says, do in dict.fromkeys(
+        (each.says, each.do) for engine in result.engines for each in engine.reasons
+    ):
+        yield Words(f"- {says} {do}", DOUBT)
+
+
+def _hits(result: Checked) -> str:
+    """``0.3 % of the prompt tokens hit. Prefix caching is off.``"""
+    shares = [f"{100 * each.hit_share:.1f} %" for each in result.engines if each.hit_share is not None]
+    first = next((each.says for engine in result.engines for each in engine.reasons), "")
+    if not result.engines:
+        return ""
+    hit = (
+        f"{listed(shares)} of the prompt tokens hit" if shares else "No lookup of the prefix cache is counted"
+    )
+    return f"{hit}. {first}"
 
 
 def _faults(known: KnownOfRelease | None) -> Iterator[Part]:

@@ -134,6 +134,32 @@ def test_counters_that_contradict_each_other_are_violated(
     assert says in " ".join(found.out.split())
 
 
+def test_cached_tokens_without_a_counted_hit_are_a_contradiction(check: Callable[..., Outcome]) -> None:
+    text = changed('vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache', 96)
+    text = changed(
+        'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external', 0, text
+    )
+    preempted = changed("vllm:num_preemptions_total", 1, text)
+    with serving(text) as url, serving(preempted) as other:
+        found, beside = check(url), check(other)
+    assert 'source="local_cache_hit"} is 96, and vllm:prefix_cache_hits_total' in " ".join(found.out.split())
+    assert (1, 0) == (found.code, beside.code)
+
+
+def test_the_reason_why_few_tokens_hit_is_in_the_first_line(check: Callable[..., Outcome]) -> None:
+    off = RECORDED.replace('enable_prefix_caching="True"', 'enable_prefix_caching="False"')
+    with serving(off) as url:
+        first = check(url).out.splitlines()[0]
+    assert first.endswith("0.0 % of the prompt tokens hit. Prefix caching is off.")
+
+
+def test_a_probe_that_is_refused_is_said(check: Callable[..., Outcome]) -> None:
+    with serving(RECORDED) as url:
+        found = check(url, "--probe")
+    assert 3 == found.code
+    assert "/v1/completions answers with status 501" in found.out
+
+
 def test_a_counter_that_falls_is_violated(check: Callable[..., Outcome]) -> None:
     with serving(RECORDED, changed("vllm:num_preemptions_total", -1)) as url:
         found = check(url)
