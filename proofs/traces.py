@@ -23,7 +23,7 @@ from pathlib import Path
 from proofs.routed import routers
 
 from kvledger.audit.analysis.whatif import Options
-from kvledger.audit.replay.block_traces import BLOCK_TOKENS
+from kvledger.audit.replay.request_traces import BLOCK_TOKENS
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.exporters.reports import simulate
 from kvledger.exporters.reports.whatif import study

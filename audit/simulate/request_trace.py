@@ -13,7 +13,7 @@ from pathlib import Path
 from ..analysis.step_times import StepSample
 from ..errors import LedgerError
 from ..events import Setting
-from ..replay.block_traces import TracedRequest, traced_requests
+from ..replay.request_traces import TracedRequest, traced_requests
 from ..traffic.reader import HASH, RecordedRequest, Traffic
 from .settings import NAMES
 from .study import Source

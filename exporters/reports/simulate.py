@@ -15,9 +15,9 @@ import msgspec
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
 from ...audit.journal.reader import Reader
-from ...audit.replay.block_traces import is_request_trace
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores
+from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import Window
 from ...audit.simulate import settings as of
 from ...audit.simulate.processes import Environments
