@@ -119,7 +119,7 @@ def check(
     ),
     format: str = opt.TEXT_OR_JSON,
 ) -> Answer:
-    """Check a running server from outside: why its hit rate is low, and whether its counters can be believed.
+    """Check a running server from outside.
 
     Nothing is installed there. Reads release, models and /metrics, twice within a second: why few prompt
     tokens hit the prefix cache, which known faults this release has under the configuration that shows,
@@ -883,7 +883,11 @@ def record_events(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    for line in record(folder, endpoint, replay, topic, stop):
+
+    def say(why: str) -> None:
+        typer.echo(f"kvledger: {why}.", err=True)
+
+    for line in record(folder, endpoint, replay, topic, stop, say):
         typer.echo(line)
 
 

@@ -10,9 +10,11 @@ of the tokens alone tells which blocks differ by their salt or adapter only.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,6 +31,9 @@ from ..audit.text import printable
 
 POLL_MS = 200
 """How long a wait for the next batch is, at most."""
+
+SILENT_SECONDS = 10.0
+"""After so long without a batch it is said if nothing listens at the address."""
 
 REPLAY_MS = 5_000
 """How long the publisher may take to answer a request to repeat batches."""
@@ -82,14 +87,27 @@ class Contents:
         """By hash id: the keyed hash of all tokens up to the end of the block, the oldest first."""
 
     def of(self, fields: Mapping[str, Any], above: int, ids: Sequence[int]) -> list[int]:
-        """For each block of a store: the hash of its tokens and all before; 0: those before are not known."""
+        """For each block of a store: the hash of its tokens and all before; 0: those are not known.
+
+        Where the tokens are more than the blocks hold, blocks were left out: of a sliding window the first
+        ones, which are outside it; else nothing tells which. An offloading tier tells no tokens at all.
+        """
         tokens, size = fields["token_ids"], int(fields["block_size"])
+        left_out = len(tokens) // size - len(ids) if size > 0 else 0
+        if (
+            not tokens
+            or size <= 0
+            or (left_out > 0 and "window" not in str(fields.get("kv_cache_spec_kind")))
+        ):
+            return [0] * len(ids)
         content = self._of.get(above, 0)
         found = []
-        for place, hash_id in enumerate(ids):
+        for place, hash_id in enumerate([*[0] * left_out, *ids]):
             part = tokens[place * size : (place + 1) * size]
             known = len(part) == size and (content or not (above or place))
             content = self._key.of_tokens(content, part) if known else 0
+            if place < left_out:
+                continue
             found.append(content)
             if content:
                 self._of.pop(hash_id, None)
@@ -259,14 +277,22 @@ class EventRecorder:
         self._expected = 0
         self._restart()
 
-    def run(self, stop: threading.Event) -> None:
-        """Record until ``stop`` is set."""
+    def run(self, stop: threading.Event, say: Callable[[str], object] = str) -> None:
+        """Record until ``stop`` is set. ``say`` gets a sentence if nothing publishes there."""
         for message in self._source.replayed(0):
             self._take(message)
+        silent_until = time.monotonic() + SILENT_SECONDS
         while not stop.is_set():
             message = self._source.next()
             if message is not None:
                 self._receive(message)
+            elif not self.sums.batches and time.monotonic() > silent_until:
+                silent_until = inf
+                if not listens(self._endpoint):
+                    say(
+                        f"nothing listens at {self._endpoint} yet. An engine whose endpoint in "
+                        "--kv-events-config has no * connects to it and does not listen: tcp://*:5557 does"
+                    )
         self._recorder.close("exit", 5.0)
 
     def _receive(self, message: Received) -> None:
@@ -316,6 +342,18 @@ class EventRecorder:
         self._recorder.restart(started, ev.Snapshot(at, 0, [], 0))
 
 
+def listens(endpoint: str) -> bool:
+    """Whether something accepts connections at an address of TCP; of another kind, it is not known: yes."""
+    try:
+        address = urlsplit(endpoint)
+        if address.scheme != "tcp" or not address.hostname or not address.port:
+            return True
+        socket.create_connection((address.hostname, address.port), timeout=1.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _port(endpoint: str) -> int:
     try:
         return urlsplit(endpoint).port or 0
@@ -333,14 +371,24 @@ def key() -> HashKey:
     return found
 
 
-def record(folder: Path, endpoint: str, replay: str, topic: str, stop: threading.Event) -> Iterator[str]:
-    """Record until ``stop`` is set; yields a line at the beginning and one at the end."""
+def record(
+    folder: Path,
+    endpoint: str,
+    replay: str,
+    topic: str,
+    stop: threading.Event,
+    say: Callable[[str], object] = str,
+) -> Iterator[str]:
+    """Record until ``stop`` is set; yields a line at the beginning and one at the end.
+
+    ``say`` gets a sentence after ten seconds in which nothing published.
+    """
     secret = key()
     source = Subscription(endpoint, replay, topic)
     try:
         recorder = EventRecorder(folder, source, secret, endpoint)
         yield f"recording the KV events of {endpoint} in {recorder.path}"
-        recorder.run(stop)
+        recorder.run(stop, say)
         sums = recorder.sums
         yield (
             f"{sums.batches:,} batches, {sums.replayed:,} of them replayed; {sums.missing:,} missing; "

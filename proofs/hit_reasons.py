@@ -22,8 +22,8 @@ from tests.time_limits import RUN_HANGS
 
 DETAILS = "--enable-prompt-tokens-details"
 UNCOUNTED = """
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-KVCacheManager.make_prefix_cache_stats = lambda self: None
+from vllm.v1.metrics.stats import PrefixCacheStats
+PrefixCacheStats.record = lambda *_, **__: None
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Uncounted
 """
 """A scheduler class of a plugin whose engine counts no lookup."""

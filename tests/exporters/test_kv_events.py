@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,52 @@ def test_the_content_behind_an_unknown_block_is_unknown():
     contents([stored([1, 2], None, [7, 8, 9, 9])], known)
     assert 0 not in contents([stored([3, 4], 2, [7, 8, 9, 9])], known)
     assert [0] == contents([stored([3], None, [7])], known)  # fewer tokens than a block has
+
+
+def test_an_offloading_tier_tells_no_contents_and_takes_none_away():
+    """OffloadingConnector of vLLM announces places only: no tokens, and blocks of size 0."""
+    known = Contents(KEY)
+    contents([stored([1, 2], None, [7, 8, 9, 9])], known)
+    after = contents([stored([3], 2, [5, 5])], known)
+
+    assert [0, 0] == contents([stored([1, 2], None, []) | {"block_size": 0, "medium": "CPU"}], known)
+    assert after == contents([stored([3], 2, [5, 5])], known)
+
+
+def test_blocks_that_a_sliding_window_left_out_are_the_first_ones():
+    whole = contents([stored([1, 2, 3], None, [7, 8, 9, 9, 5, 6])])
+    event = stored([2, 3], None, [7, 8, 9, 9, 5, 6])
+
+    assert whole[1:] == contents([event | {"kv_cache_spec_kind": "sliding_window"}])
+    assert [0, 0] == contents([event | {"kv_cache_spec_kind": "mamba"}]) == contents([event])
+
+
+class Silent:
+    """A publisher of nothing; stops the recorder after some waits."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._waits, self._stop = 3, stop
+
+    def next(self) -> None:
+        self._waits -= 1
+        if not self._waits:
+            self._stop.set()
+
+    def replayed(self, _: int) -> list[Received]:
+        return []
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_it_is_said_once_if_nothing_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listening: bool
+) -> None:
+    monkeypatch.setattr("kvledger.exporters.kv_events.SILENT_SECONDS", -1.0)
+    stop, said = threading.Event(), list[str]()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:
+            server.listen()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        EventRecorder(tmp_path, Silent(stop), KEY, address).run(stop, said.append)
+
+    assert [] == said if listening else ["nothing listens at" in each for each in said] == [True]
