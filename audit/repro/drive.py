@@ -1,12 +1,14 @@
 """Drives one workload through a real scheduler, observed, and tells what was found.
 
-The engine around the scheduler is conformance's driver. This module adds what a script needs: tokens by
-family, operations that are skipped where they make no sense, and an audit after every operation.
+The drivers of ``audit/traffic`` carry out the script. This module adds a workload's requests, whose tokens
+are made by family, and an audit after every operation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,10 +17,12 @@ from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..events import Event
 from ..ledger.account import Line
+from ..traffic import lmcache
 from ..traffic.driver import Driver, tokens
-from ..traffic.engine_setup import setup_of
+from ..traffic.driver_v0 import V0Driver, V0Setup
+from ..traffic.engine_setup import EngineSetup, setup_of
 from ..traffic.observation import Observation
-from ..traffic.script import OUT, Check, Op, Request, Segment, Workload
+from ..traffic.script import OUT, Check, Request, Segment, Workload
 from . import assertions
 
 MOST_STEPS = 4_000
@@ -49,20 +53,14 @@ class Outcome(msgspec.Struct, frozen=True):
         return {assertions.wording(each.message, each.request) for each in self.found if each.id == finding}
 
 
-class Engine:
+class Engine(Driver):
     """One scheduler under a script; also what a probe reads (see ``engine_figures.py``)."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         """What the engine is led through."""
-        self.driver = self._start()
-        """Drives the scheduler."""
-        self.scheduler: Any = self.driver.scheduler
-        """vLLM's scheduler."""
         self.requests: dict[str, Any] = {}
         """vLLM's request objects, by the names of the script."""
-        self.outputs: dict[str, list[Any]] = self.driver.delivered
-        """What the engine returned of each request, oldest first."""
         self.steps: list[Any] = []
         """Every SchedulerOutput so far, oldest first."""
         self.raised = ""
@@ -71,46 +69,31 @@ class Engine:
         """By request: how many of its prompt and chunks were added."""
         self._outputs: dict[str, list[int]] = {}
         """By request: the tokens that it will generate."""
+        with self._setup() as setup:
+            super().__init__(setup)
+        self.runner.content = lambda name, _, place: self.output_token(name, place)
+        for name, request in workload.requests.items():
+            self.expect(name, request.answers, hold=request.hold)
 
     @property
-    def in_flight(self) -> int:
-        """Scheduled steps that await their output; figures of the end are read when there are none."""
-        return len(self.driver.in_flight)
+    def outputs(self) -> dict[str, list[Any]]:
+        """What the engine returned of each request, oldest first."""
+        return self.delivered
 
-    def _start(self) -> Driver:
+    @contextlib.contextmanager
+    def _setup(self) -> Iterator[EngineSetup]:
         engine = self.workload.engine
-        if str(engine.get("connector")).startswith("lmcache"):
-            from .lmcache_store import start
+        if not str(engine.get("connector")).startswith("lmcache"):
+            yield setup_of(engine, "Workload" if engine.get("connector") == "scripted" else "")
+            return
+        store = StoreOfWorkload(self.workload.requests)
+        with lmcache.answered_by(store, **engine) as setup:
+            yield setup_of(setup)
+        store.requests = self.scheduler.requests
 
-            driver = start(engine, self.workload.requests)
-        else:
-            scripted = engine.get("connector") == "scripted"
-            driver = Driver(setup_of(engine, "Workload" if scripted else ""))
-        driver.runner.content = lambda name, _, place: self.output_token(name, place)
-        for name, request in self.workload.requests.items():
-            driver.expect(name, request.answers, hold=request.hold)
-        return driver
-
-    def carry_out(self, op: Op) -> None:
-        """Do one operation of the script, or skip it."""
-        name = op.request
-        match op.do:
-            case "add":
-                self._add(name)
-            case "schedule":
-                if self.scheduler.has_requests():
-                    self.steps.append(self.driver.schedule())
-            case "output":
-                if self.driver.in_flight:
-                    self.driver.output(**self.driver.reported(op))
-            case "abort":
-                if name in self.scheduler.requests:
-                    self.driver.abort(name)
-            case "close":
-                if name in self.scheduler.requests:
-                    self.driver.close(name)
-            case "reset":
-                self.driver.reset_prefix_cache(running=op.running)
+    def schedule(self) -> Any:
+        self.steps.append(super().schedule())
+        return self.steps[-1]
 
     def output_token(self, name: str, place: int) -> int:
         """The token that a request generates at a place of its output."""
@@ -119,14 +102,15 @@ class Engine:
             known = self._outputs[name] = tokens(max(64, 2 * place + 1), name + OUT)
         return known[place]
 
-    def _add(self, name: str) -> None:
+    def come(self, name: str) -> None:
+        """A request comes, or its next chunk."""
         request = self.workload.requests[name]
         prompts = (request.prompt, *request.chunks)
         number = self._chunks.get(name, 0)
         if number == len(prompts) or (number > 0) != (name in self.scheduler.requests):
             return
         self._chunks[name] = number + 1
-        added = self.driver.add(
+        added = self.add(
             name,
             tokens_of(prompts[number]),
             request.max_tokens,
@@ -136,6 +120,46 @@ class Engine:
             of_request=_of_request(request),
         )
         self.requests.setdefault(name, added)
+
+
+class EngineOfV0(V0Driver):
+    """One v0 scheduler under a script; also what a probe reads."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        """What the engine is led through."""
+        self.in_flight = 0
+        """Scheduled steps without an output: there are none."""
+        self.raised = ""
+        """The exception that ended the script; empty if none did."""
+        engine = {name: value for name, value in workload.engine.items() if name != "scheduler"}
+        if any(request.lora for request in workload.requests.values()):
+            engine.setdefault("max_loras", 1)
+        super().__init__(V0Setup(**engine))
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """vLLM's sequence groups, by the names of the script."""
+        return self.groups
+
+    def come(self, name: str) -> None:
+        """A request comes."""
+        request = self.workload.requests[name]
+        most = min(request.max_tokens, request.stop_at or request.max_tokens)
+        self.add(name, tokens_of(request.prompt), most, priority=request.priority, lora=request.lora)
+
+
+class StoreOfWorkload(lmcache.StoreTable):
+    """LMCache's store, as the answers of a workload's requests: the n-th holds after n preemptions."""
+
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        super().__init__()
+        self.answers = {name: request.answers for name, request in requests.items() if request.answers}
+
+    def answer(self, request: Any) -> int | None:
+        answers = self.answers[request.request_id]
+        answer: Any = answers[min(request.num_preemptions, len(answers) - 1)]
+        return None if answer is None else int(answer)
 
 
 def tokens_of(prompt: tuple[Segment, ...]) -> list[int]:
@@ -158,12 +182,8 @@ def drive(workload: Workload, finding: str, *, statement: bool = False) -> Outco
     ``statement``: the outcome has the account statement of the finding's request.
     """
     began = time.monotonic()
-    if workload.engine.get("scheduler") == "v0":
-        from .drive_v0 import V0Engine
-
-        engine: Any = V0Engine(workload, tokens_of)
-    else:
-        engine = Engine(workload)
+    v0 = workload.engine.get("scheduler") == "v0"
+    engine: Engine | EngineOfV0 = EngineOfV0(workload) if v0 else Engine(workload)
     watch = _Watch(engine, finding, statement=statement)
     for number, op in enumerate(workload.script[: 3 * MOST_STEPS], 1):
         try:

@@ -22,10 +22,10 @@ import msgspec
 
 from ..traffic.driver_v0 import V0Setup
 from ..traffic.engine_setup import EngineSetup
+from ..traffic.lmcache import CHUNK_TOKENS
 from ..traffic.reader import RecordedRequest
 from ..traffic.script import OUT, Answer, Op, Request, Scheduled, Segment, Workload
 from .cut_journal import Cut, NotRebuilt
-from .lmcache_store import CHUNK_TOKENS
 
 MOST_REPEATS = 400
 """Most repetitions of an unchanged step that a script has in a row; the rest can't matter to a cache."""

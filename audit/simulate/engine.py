@@ -131,24 +131,14 @@ class SimulatedRunner(Runner):
     def __init__(self, setup: EngineSetup, engine: Engine) -> None:
         super().__init__(setup, 0)
         self._engine = engine
-        self.proposed: dict[str, int] | None = None
-        """How many drafts each request gets for the next step; None: as recorded of its next verification."""
 
-    def drafts(self, step: ModelStep) -> Any:
-        """The recorded number of drafts."""
-        from vllm.v1.outputs import DraftTokenIds
-
-        names = list(step.scheduled.num_scheduled_tokens)
-        proposed = []
-        for name in names:
-            if self.proposed is not None:
-                count = self.proposed.get(name, 0)
-            else:
-                one = self._engine.opened.get(name)
-                verified = one.request.drafts[one.drafted : one.drafted + 1] if one else []
-                count = verified[0].drafts if verified else 0
-            proposed.append([FIRST_TOKEN] * (0 if name in step.unsampled else count))
-        return DraftTokenIds(req_ids=names, draft_token_ids=proposed)
+    def _proposed(self, name: str) -> int:
+        """The recorded number of drafts; by time that of the request's next recorded verification."""
+        if self.proposed is not None:
+            return self.proposed.get(name, 0)
+        one = self._engine.opened.get(name)
+        verified = one.request.drafts[one.drafted : one.drafted + 1] if one else []
+        return verified[0].drafts if verified else 0
 
 
 class Engine(Driver):
@@ -163,14 +153,12 @@ class Engine(Driver):
         """Counts the events."""
         self.opened: dict[str, _Open] = {}
         """Requests that have not ended, by name: their recorded number."""
+        self._next = iter(traffic.requests)
+        """The requests that the script has not added yet; numbers may be used again."""
         super().__init__(setup_of(setup, "Recorded" if setup.get("connector") else ""), record=False)
         self.runner: SimulatedRunner = SimulatedRunner(self.setup, self)
         """Answers steps."""
         self.runner.content = self._content
-        self.answered_later: set[int] = set()
-        """Empty steps in flight whose output has an operation in the script."""
-        self.depth = 2 if self.setup.asynchronous else 1
-        """How many steps may be in flight."""
         self._size = traffic.block_tokens
         """Tokens of a recorded block."""
         self._observation = Observation(clock=lambda: self.now * 1000)
@@ -188,7 +176,11 @@ class Engine(Driver):
 
     # --- what clients do ------------------------------------------------------------------------------
 
-    def come(self, request: RecordedRequest) -> None:
+    def come(self, name: str) -> None:
+        """The next request of the script comes."""
+        self.arrive(next(self._next))
+
+    def arrive(self, request: RecordedRequest) -> None:
         """A request comes."""
         name = str(request.number)
         one = self.opened[name] = _Open(request, _Content(request, self._size))
@@ -196,12 +188,12 @@ class Engine(Driver):
         one.until = _stop(request, 0)
         self._add(one, one.content.tokens(0, request.prompt))
 
-    def extend(self, request: RecordedRequest, index: int) -> None:
+    def extend(self, name: str, index: int) -> None:
         """The next chunk of a session comes."""
-        one = self.opened.get(str(request.number))
-        if one is not None and str(request.number) in self.scheduler.requests:
-            chunk = request.chunks[index]
-            one.until = _stop(request, index + 1)
+        one = self.opened.get(name)
+        if one is not None:
+            chunk = one.request.chunks[index]
+            one.until = _stop(one.request, index + 1)
             self._add(one, one.content.tokens(chunk.start, chunk.end))
 
     def _add(self, one: _Open, tokens: list[int]) -> None:
@@ -227,15 +219,6 @@ class Engine(Driver):
         if not request.reads_cache:
             made.skip_reading_prefix_cache = True
         self.scheduler.add_request(made)
-
-    def leave(self, request: RecordedRequest, *, close: bool = False) -> None:
-        """A client gives up, or ends its session."""
-        name = str(request.number)
-        if name in self.scheduler.requests:
-            if close:
-                self.close(name)
-            else:
-                self.abort(name)
 
     def forget_ended(self) -> None:
         """Drop the requests that have ended."""
@@ -275,19 +258,12 @@ def by_step(
 ) -> Run:
     """Carry out the recorded script. Requests that came before ``since`` are not counted."""
     engine = Engine(traffic, setup, Counting(by_name=True, since=since))
-    requests: dict[str, RecordedRequest] = {}  # numbers may be used again
-    waiting = iter(traffic.requests)
+    engine.recorded = True
     total, error = len(traffic.script), ""
     try:
         for place, op in enumerate(traffic.script):
             engine.now = max(engine.now, op.at)
-            if op.do == "add":
-                request = next(waiting)
-                requests[op.request] = request
-                _settle(engine)
-                engine.come(request)
-            else:
-                _carry_out(engine, op, requests.get(op.request))
+            engine.carry_out(op)
             if not place % TAKEN_EVERY:
                 engine.count()
                 engine.forget_ended()
@@ -297,65 +273,6 @@ def by_step(
     run = engine.finish()
     run.error = error
     return run
-
-
-def _carry_out(engine: Engine, op: Op, request: RecordedRequest | None) -> None:
-    if op.do != "output":
-        _settle(engine)
-    if op.do == "schedule":
-        _schedule(engine)
-        if op.count and engine.in_flight:
-            engine.answered_later.add(id(engine.in_flight[-1]))
-    elif op.do == "output":
-        _output(engine, op)
-    elif op.do == "repeat":
-        plain = Op("output", at=op.at)
-        for place in range(1, op.count + 1):
-            _settle(engine)
-            _schedule(engine)
-            _output(engine, op if place == op.count else plain)
-    elif op.do == "empty":
-        for _ in range(op.count):
-            _settle(engine)
-            _schedule(engine)
-    elif op.do == "reset":
-        engine.reset_prefix_cache(running=op.running)
-    elif request is not None and op.do == "chunk":
-        engine.extend(request, op.count)
-    elif op.do == "preempt":
-        if any(running.request_id == op.request for running in engine.scheduler.running):
-            engine.preempt(op.request, drop=bool(op.running and engine.in_flight) or None)
-    elif request is not None and op.do in ("abort", "close"):
-        engine.leave(request, close=op.do == "close")
-
-
-def _schedule(engine: Engine) -> None:
-    if engine.scheduler.has_requests():
-        engine.schedule()
-
-
-def _settle(engine: Engine) -> None:
-    """Answer empty steps, of which no event tells, once as many steps as may be in flight are."""
-    while len(engine.in_flight) >= engine.depth and _is_empty(engine, engine.in_flight[0]):
-        engine.output()
-
-
-def _is_empty(engine: Engine, step: ModelStep) -> bool:
-    """Whether a step has no tokens and its output has no operation."""
-    return not (step.scheduled.total_num_scheduled_tokens or id(step) in engine.answered_later)
-
-
-def _output(engine: Engine, op: Op) -> None:
-    """Answer the oldest step."""
-    of_empty = op.do == "output" and op.count
-    while len(engine.in_flight) > 1 and not of_empty and _is_empty(engine, engine.in_flight[0]):
-        engine.output()
-    if not engine.in_flight:
-        return
-    step, arguments = engine.in_flight[0], engine.reported(op)
-    engine.answered_later.discard(id(step))
-    engine.runner.proposed = op.proposed
-    engine.output(**arguments)
 
 
 # --- by time --------------------------------------------------------------------------------------------
@@ -458,26 +375,29 @@ class _Clock:
                 by_number[request.number] = request
         for at, running in self.engine.traffic.resets:
             when = zero + round((at - zero) / self.timing.rate)
-            self._at(when, partial(self.engine.reset_prefix_cache, running=running))
+            self._do(when, Op("reset", running=running))
 
     def _at(self, when: int, what: Callable[[], object]) -> None:
         heapq.heappush(self._due, (when, next(self._order), what))
 
+    def _do(self, when: int, op: Op) -> None:
+        self._at(when, partial(self.engine.carry_out, op))
+
     def _come(self, request: RecordedRequest) -> None:
         engine, name = self.engine, str(request.number)
-        engine.come(request)
+        engine.arrive(request)
         self._came += 1
         if self._came * 20 // len(engine.traffic.requests) > len(self.waiting):
             self.waiting.append(len(engine.scheduler.requests) - len(engine.scheduler.running))
         for index, chunk in enumerate(request.chunks):
-            self._at(engine.now + chunk.at - request.at, partial(engine.extend, request, index))
+            self._do(engine.now + chunk.at - request.at, Op("chunk", name, count=index))
         if request.closed:
-            self._at(engine.now + request.ended_at - request.at, partial(engine.leave, request, close=True))
+            self._do(engine.now + request.ended_at - request.at, Op("close", name))
         elif request.outcome == "aborted":
             if request.outputs > 0:
                 self._cut[name] = request.prompt + request.outputs
             else:
-                self._at(engine.now + request.ended_at - request.at, partial(engine.leave, request))
+                self._do(engine.now + request.ended_at - request.at, Op("abort", name))
 
     # --- steps ----------------------------------------------------------------------------------------
 

@@ -223,7 +223,10 @@ class Study:
         self._away = away
         """Runs simulations of configurations elsewhere; None: they run here."""
         self._stage: Stage = stage or (lambda words, share: None)
-        self._folder = tempfile.TemporaryDirectory(prefix="kvledger-simulate-")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="kvledger-simulate-",
+            ignore_cleanup_errors=True,  # a process that is being stopped may still write into it
+        )
         """Has the traffic, and what each simulation led to."""
         self._simulators: dict[tuple[str, ...], Simulators] = {} if shared is None else shared
         self._owned = shared is None

@@ -94,6 +94,8 @@ class Runner:
         """Requests with an asynchronous load that was ordered and has not finished."""
         self.content: Callable[[str, Any, int], int] | None = None
         """The token of a request, by its name, at a place of its output from 0 on; None: any token."""
+        self.proposed: Mapping[str, int] | None = None
+        """How many drafts each request gets for the next step; None: as many as the engine is set up for."""
         self._setup = setup
         self._random = random.Random(seed)
         self._answers = 0
@@ -131,11 +133,8 @@ class Runner:
         from vllm.v1.outputs import DraftTokenIds
 
         names = list(step.scheduled.num_scheduled_tokens)
-        proposed = [FIRST_TOKEN] * (self._setup.drafts or self._setup.canvas)
-        return DraftTokenIds(
-            req_ids=names,
-            draft_token_ids=[[] if name in step.unsampled else proposed[:] for name in names],
-        )
+        drafts = [[FIRST_TOKEN] * (0 if name in step.unsampled else self._proposed(name)) for name in names]
+        return DraftTokenIds(req_ids=names, draft_token_ids=drafts)
 
     def transfer(self, step: ModelStep, report: TransferReport, held: set[str], answer: Any) -> None:
         """Put a report into `answer`. `held`: finished requests whose blocks are still being sent."""
@@ -155,6 +154,12 @@ class Runner:
             invalid_block_ids=set(report.invalid_blocks),
             failed_recving=set(report.failed_recving),
         )
+
+    def _proposed(self, name: str) -> int:
+        """How many drafts a request gets for the next step."""
+        if self.proposed is not None:
+            return self.proposed.get(name, 0)
+        return self._setup.drafts or self._setup.canvas
 
     def _accepted(self, name: str, drafted: int, step: ModelStep, accepted: Accepted) -> int:
         count = accepted if isinstance(accepted, int) else (accepted or {}).get(name)
@@ -195,8 +200,14 @@ class Driver:
         """Scheduled steps whose output is not delivered yet."""
         self.delivered: dict[str, list[Any]] = {}
         """Outputs by request id."""
+        self.depth = 2 if self.setup.asynchronous else 1
+        """How many steps may be in flight."""
+        self.recorded = False
+        """Whether scripts are whole recordings: an output has the drafts that were proposed, and empty steps
+        of which the script does not tell are answered unasked."""
+        self._told: set[int] = set()
+        """Empty steps in flight whose output has an operation in the script."""
         self._record = record
-        self._depth = 2 if self.setup.asynchronous else 1
         self._hasher = block_hasher(self.scheduler)
         self._added = 0
 
@@ -313,7 +324,7 @@ class Driver:
         """One iteration of the engine; under async scheduling the first one only schedules."""
         if self.scheduler.has_requests():
             scheduled = self.schedule()
-            room = len(self.in_flight) < self._depth
+            room = len(self.in_flight) < self.depth
             if room and (scheduled.num_scheduled_tokens or self.scheduler.has_requests()):
                 return {}
         return self.output(**of_output) if self.in_flight else {}
@@ -330,6 +341,80 @@ class Driver:
         """Deliver every output in flight without scheduling."""
         while self.in_flight:
             self.output()
+
+    # A script.
+
+    def carry_out(self, op: Op) -> None:
+        """Do one operation of a script, or skip it where it makes no sense: see :class:`~.script.Op`."""
+        name = op.request
+        if op.do != "output":
+            self._answer_empty()
+        if op.do in ("chunk", "close", "abort") and name not in self.scheduler.requests:
+            return
+        match op.do:
+            case "add":
+                self.come(name)
+            case "chunk":
+                self.extend(name, op.count)
+            case "close":
+                self.close(name)
+            case "abort":
+                self.abort(name)
+            case "reset":
+                self.reset_prefix_cache(running=op.running)
+            case "preempt":
+                if any(running.request_id == name for running in self.scheduler.running):
+                    self.preempt(name, drop=bool(op.running and self.in_flight) or None)
+            case "schedule":
+                self._schedule_any()
+                if op.count and self.in_flight:
+                    self._told.add(id(self.in_flight[-1]))
+            case "output":
+                self._answer_recorded(op)
+            case "repeat":
+                for left in reversed(range(op.count)):
+                    self._answer_empty()
+                    self._schedule_any()
+                    self._answer_recorded(Op("output", at=op.at) if left else op)
+            case "empty":
+                for _ in range(op.count):
+                    self._answer_empty()
+                    self._schedule_any()
+
+    def come(self, name: str) -> None:
+        """A script's request comes, or its next chunk. A driver of scripts knows the requests."""
+        raise NotImplementedError
+
+    def extend(self, name: str, index: int) -> None:
+        """A further chunk of a script's request comes, by its place among the chunks."""
+        raise NotImplementedError
+
+    def _schedule_any(self) -> None:
+        if self.scheduler.has_requests():
+            self.schedule()
+
+    def _answer_recorded(self, op: Op) -> None:
+        """Answer the oldest step of which the script tells."""
+        of_empty = op.do == "output" and op.count
+        while len(self.in_flight) > 1 and not of_empty and self._is_untold():
+            self.output()
+        if self.in_flight:
+            arguments = self.reported(op)
+            self._told.discard(id(self.in_flight[0]))
+            if self.recorded:
+                self.runner.proposed = op.proposed
+            self.output(**arguments)
+
+    def _answer_empty(self) -> None:
+        """Answer empty steps of which the script does not tell, once as many as may be are in flight."""
+        while len(self.in_flight) >= self.depth and self._is_untold():
+            self.output()
+
+    def _is_untold(self) -> bool:
+        """Whether the oldest step has no tokens, and the script does not tell of its output."""
+        step = self.in_flight[0]
+        empty = self.recorded and not step.scheduled.total_num_scheduled_tokens
+        return empty and id(step) not in self._told
 
     def reported(self, op: Op) -> dict[str, Any]:
         """What the oldest step's output reports by a script, for :meth:`output`: only what is under way."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .driver import FIRST_TOKEN, tokens
+from .script import Op
 
 __all__ = ["Attach", "V0Driver", "V0Setup", "start", "tokens"]
 
@@ -71,8 +72,8 @@ class V0Driver:
         """Output tokens by request id."""
         self.groups: dict[str, Any] = {}
         """vLLM's sequence groups, by request id."""
-        self.steps = 0
-        """How many steps were scheduled."""
+        self.steps: list[Any] = []
+        """What the scheduler returned for each step, oldest first."""
         self._pending: deque[_ExecutedStep] = deque()
         """Executed steps whose output is not processed yet."""
         self._added = 0
@@ -131,8 +132,8 @@ class V0Driver:
 
     def step(self) -> None:
         """One iteration of the engine."""
-        self.steps += 1
         metadata, outputs, asynchronous = self.scheduler.schedule()
+        self.steps.append(outputs)
         self.scheduler.get_and_reset_finished_requests_ids()
         if not asynchronous:
             self._catch_up()  # the last step may have been asynchronous
@@ -159,6 +160,21 @@ class V0Driver:
                 return
             self.step()
         raise RuntimeError(f"not done after {max_steps} steps")
+
+    def carry_out(self, op: Op) -> None:
+        """Do one operation of a script, or skip it. A schedule is a whole step, its output included."""
+        if op.do == "add" and op.request not in self.groups:
+            self.come(op.request)
+        elif op.do == "schedule" and self.scheduler.has_unfinished_seqs():
+            self.step()
+        elif op.do == "abort" and op.request in self.groups:
+            self.abort(op.request)
+        elif op.do == "reset":
+            self.scheduler.reset_prefix_cache()
+
+    def come(self, name: str) -> None:
+        """A script's request comes. A driver of scripts knows the requests."""
+        raise NotImplementedError
 
     def _catch_up(self) -> None:
         while self._pending:

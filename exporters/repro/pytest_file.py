@@ -33,6 +33,7 @@ from ...audit.repro import engine_figures
 from ...audit.repro.rebuild import require_types
 from ...audit.traffic.driver_v0 import V0Setup
 from ...audit.traffic.engine_setup import EngineSetup
+from ...audit.traffic.lmcache import CHUNK_TOKENS, COMPILED
 from ...audit.traffic.script import Check, Op, Request, Workload, script_literal
 from .texts import Explanation, explain
 
@@ -64,10 +65,6 @@ _SETTINGS_OF_V0 = {
 }
 
 _LMCACHE = ("lmcache", "lmcache bundled")
-CHUNK_TOKENS = 256
-"""LMCache's default chunk."""
-COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
-"""Modules of LMCache that may be missing."""
 
 _LAYERS = {
     "full": "kv_cache.FullAttentionSpec, **layer",

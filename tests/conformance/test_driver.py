@@ -14,6 +14,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvledger.audit.traffic.driver import Driver, tokens
+from kvledger.audit.traffic.script import Op
 
 
 def connector_calls(driver: Driver, kind: str) -> list[Any]:
@@ -416,3 +417,71 @@ def test_a_request_without_drafts_gets_padding_drafts() -> None:
     assert driver.schedule().scheduled_spec_decode_tokens == {"r": [-1, -1, -1]}
     driver.output()
     assert (r.num_computed_tokens, r.num_output_tokens) == (96, 1)
+
+
+# --- scripts --------------------------------------------------------------------------------------------
+
+
+class OfNames(Driver):
+    """A driver of scripts whose requests have 40 tokens and generate 3."""
+
+    def come(self, name: str) -> None:
+        self.add(name, 40, 3)
+
+
+def carried_out(driver: Driver, *ops: Op) -> Driver:
+    for op in ops:
+        driver.carry_out(op)
+    return driver
+
+
+STEP = (Op("schedule"), Op("output"))
+
+
+def test_a_script_is_carried_out_operation_by_operation() -> None:
+    driver = carried_out(OfNames(), Op("add", "a"), *STEP, Op("reset"), *STEP, *STEP)
+
+    assert 3 == len(driver.delivered["a"])
+    assert not driver.scheduler.requests
+
+
+def test_what_makes_no_sense_in_a_script_is_skipped() -> None:
+    """An abort, a chunk and a close of a request that is not open, an output and a schedule of nothing."""
+    nothing = (Op("abort", "a"), Op("chunk", "a"), Op("close", "a"), Op("preempt", "a"), Op("output"))
+    driver = carried_out(OfNames(), *nothing, Op("schedule"))
+
+    assert not driver.in_flight
+    carried_out(driver, Op("add", "a"), Op("abort", "a"), *nothing)
+    assert not driver.scheduler.requests
+
+
+def test_a_repeat_is_so_many_steps() -> None:
+    driver = carried_out(OfNames(), Op("add", "a"), Op("repeat", count=2))
+
+    assert 2 == len(driver.delivered["a"])
+
+
+@pytest.mark.parametrize(("recorded", "empty"), [(False, 1), (True, 0)])
+def test_only_a_recording_has_empty_steps_of_which_it_does_not_tell(recorded: bool, empty: int) -> None:
+    """`a` waits for its load in an empty step."""
+    driver = start(connector="scripted")
+    driver.recorded = recorded
+    driver.connector.answer_lookups("a", (32, True))
+    driver.add("a", 40, 1)
+    carried_out(driver, Op("schedule"))
+    assert not driver.in_flight[0].scheduled.total_num_scheduled_tokens
+    carried_out(driver, Op("reset"))
+
+    assert empty == len(driver.in_flight)
+
+
+def test_a_recording_is_told_of_the_output_of_an_empty_step() -> None:
+    driver = start(connector="scripted")
+    driver.recorded = True
+    driver.connector.answer_lookups("a", (32, True))
+    driver.add("a", 40, 1)
+    carried_out(driver, Op("schedule", count=1), Op("reset"))
+
+    assert 1 == len(driver.in_flight)
+    carried_out(driver, Op("output", loaded=("a",), count=1), Op("schedule"), Op("output"))
+    assert 1 == len(driver.delivered["a"])

@@ -124,7 +124,7 @@ def promise_not_loaded(crowd: Crowd) -> None:
     """`r` is preempted in decode and loses its local KV; LMCache has saved 64 tokens of it by then."""
     crowd.fill_pool(7, 5)
     request_id = crowd.new_id()
-    crowd.store.stored[request_id] = [0, 64]
+    crowd.store.answers[request_id] = [0, 64]
     crowd.finish(crowd.add(70, 60, request_id=request_id))
 
 

@@ -1,9 +1,9 @@
 """Scenarios of the real LMCache under the real scheduler, with a table in place of its store.
 
 ``python -m tests.scenarios.lmcache`` prints one JSON line per scenario, as ``matrix`` does. It runs in an
-environment of scripts/releases.py that has LMCache without its compiled modules. Mocks replace these modules;
-the scheduler side never calls them. Everything else on the scheduler side is LMCache's own: the vLLM adapter,
-its trackers and its connector metadata. There are two adapters: the package's, and the one that vLLM bundles.
+environment of scripts/releases.py that has LMCache without its compiled modules (``traffic/lmcache.py``). The
+scheduler side is LMCache's own: the vLLM adapter, its trackers and its connector metadata. There are two
+adapters: the package's, and the one that vLLM bundles.
 The bundled adapter runs only where the installed LMCache still has the names that it imports.
 """
 
@@ -12,24 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from tests.scenarios.driving import Driver, lora, start
 from tests.scenarios.matrix import outcome
 from tests.scenarios.registry import Scenario
 
+from kvledger.audit.traffic import lmcache
+
 CHUNK_TOKENS = 32
-COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
-MOVED = "lmcache.inprocess"
-"""Contains LMCache's in-process modules since 0.5.7; vLLM's LMCacheConnectorV1 does not look there."""
-OWN_CONNECTOR = "lmcache.integration.vllm.lmcache_connector_v1"
-"""The module of LMCache's own connector, which finds the adapter in every release."""
 ADAPTERS = {
     "package": "lmcache.integration.vllm.vllm_v1_adapter",
     "bundled": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.vllm_v1_adapter",
@@ -37,37 +31,15 @@ ADAPTERS = {
 Attach = Callable[[Any], object]
 
 
-class Table:
-    """LMCache's lookup client, answering from a table by request id: stored tokens, or None to defer."""
+class Table(lmcache.StoreTable):
+    """LMCache's store as a table by request id: stored tokens, or None to defer."""
 
-    def __init__(self) -> None:
-        self.stored: dict[str, list[int | None]] = {}
-        """By request id, one answer for each lookup; the last answer is repeated."""
-        self.requests: dict[str, Any] = {}
-        """The scheduler's requests by id; the bundled adapter looks up under ids of its own."""
+    answers: dict[str, list[int | None]]
+    """By request id, one answer for each lookup; the last answer is repeated."""
 
-    def lookup(self, token_ids: Any, lookup_id: str, **_: Any) -> int | None:
-        looked_up = list(token_ids)
-        matches = [
-            request_id
-            for request_id, request in self.requests.items()
-            if looked_up[: request.num_prompt_tokens] == request.prompt_token_ids
-        ]
-        answers = self.stored.get(matches[0], [0]) if matches else [0]
+    def answer(self, request: Any) -> int | None:
+        answers = self.answers[request.request_id]
         return answers.pop(0) if len(answers) > 1 else answers[0]
-
-    def lookup_cache(self, lookup_id: str) -> int:
-        """-1: no lookup is cached."""
-        return -1
-
-    def supports_producer_reuse(self) -> bool:
-        return False
-
-    def clear_lookup_status(self, lookup_id: str) -> None:
-        """Nothing to clear."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class LMCacheScenario(Scenario):
@@ -78,21 +50,11 @@ class LMCacheScenario(Scenario):
         return [missing] if missing else super().lacking()
 
 
-def _moved(module: str) -> str:
-    """The present name of an in-process module of LMCache."""
-    if module.startswith("lmcache.") and importlib.util.find_spec(MOVED):
-        return MOVED + module.removeprefix("lmcache")
-    return module
-
-
 @functools.cache
 def missing_adapter(adapter: str) -> str:
     """The reason why an adapter can't be imported here; "" if it can."""
-    os.environ.update(LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1", LMCACHE_TRACK_USAGE="false")
-    for name in COMPILED:
-        sys.modules.setdefault(f"lmcache.{name}", mock.MagicMock())
     try:
-        importlib.import_module(_moved(ADAPTERS[adapter]))
+        importlib.import_module(lmcache.module(ADAPTERS[adapter]))
     except ImportError as error:
         return f"the {adapter} adapter can't be imported: {error}"
     return ""
@@ -105,20 +67,10 @@ def start_with_table(
 
     ``decode``: the KV of decoded tokens is saved as well.
     """
-    clients = _moved("lmcache.v1.lookup_client")
-    factory = importlib.import_module(clients).LookupClientFactory
     table = Table()
-    options = (
-        ("use_native", adapter == "bundled"),
-        ("lmcache.chunk_size", CHUNK_TOKENS),
-        ("lmcache.save_decode_cache", decode),
-        ("lmcache.save_unfull_chunk", False),
-    )
-    with mock.patch.object(factory, "create_lookup_client", lambda *_, **__: table):
-        setup |= {"connector": "LMCacheConnectorV1", "connector_options": options}
-        if clients.startswith(MOVED):
-            setup |= {"connector": "LMCacheConnectorV1Dynamic", "connector_module": OWN_CONNECTOR}
-        driver = start(attach, **setup)
+    how = {"connector": adapter, "chunk_tokens": CHUNK_TOKENS, "save_decoded": decode}
+    with lmcache.answered_by(table, **how, **setup) as engine:
+        driver = start(attach, **engine)
     table.requests = driver.scheduler.requests
     return driver, table
 
@@ -131,7 +83,7 @@ def _steps(driver: Driver, count: int) -> None:
 def found_at_first(attach: Attach = id, **setup: Any) -> Driver:
     """Lookups of new requests that hit nothing, a part, a part beyond the local hit, and the whole prompt."""
     driver, table = start_with_table(attach, **setup)
-    table.stored = {"part": [64], "more": [128], "whole": [96]}
+    table.answers = {"part": [64], "more": [128], "whole": [96]}
     driver.add("none", 100, 3)
     driver.add("part", 100, 3)
     driver.run()
@@ -144,7 +96,7 @@ def found_at_first(attach: Attach = id, **setup: Any) -> Driver:
 def asked_again(attach: Attach = id, **setup: Any) -> Driver:
     """Two lookups are deferred, then a part hits; another request is aborted while its lookup is deferred."""
     driver, table = start_with_table(attach, **setup)
-    table.stored = {"later": [None, None, 64], "never": [None]}
+    table.answers = {"later": [None, None, 64], "never": [None]}
     driver.add("later", 100, 3)
     driver.add("never", 100, 3)
     _steps(driver, 2)
@@ -156,7 +108,7 @@ def asked_again(attach: Attach = id, **setup: Any) -> Driver:
 def in_chunks(attach: Attach = id, **setup: Any) -> Driver:
     """Prompts longer than a step run beside a decoding request; one of them is aborted midway."""
     driver, table = start_with_table(attach, max_batched_tokens=48, **setup)
-    table.stored = {"half": [64]}
+    table.answers = {"half": [64]}
     driver.add("decodes", 20, 12)
     driver.add("long", 200, 3)
     driver.add("half", 150, 3)
@@ -170,7 +122,7 @@ def in_chunks(attach: Attach = id, **setup: Any) -> Driver:
 def resumed(attach: Attach = id, **setup: Any) -> Driver:
     """LMCache#1969: `r` is preempted in decode, its local KV is lost; the store holds 64 prompt tokens."""
     driver, table = start_with_table(attach, **setup)
-    table.stored = {"r": [0, 64]}
+    table.answers = {"r": [0, 64]}
     driver.add("r", 70, 20)
     _steps(driver, 10)
     driver.drain()
@@ -183,12 +135,12 @@ def resumed(attach: Attach = id, **setup: Any) -> Driver:
 def resumed_in_part(attach: Attach = id, **setup: Any) -> Driver:
     """As `resumed`, with two blocks still in the local cache: local tokens first, then external ones."""
     driver, table = start_with_table(attach, blocks=10, **setup)
-    table.stored = {"r": [0, 0, 64], "filler": [0]}
+    table.answers = {"r": [0, 0, 64], "filler": [0]}
     driver.add("r", 70, 20)
     _steps(driver, 10)
     driver.drain()
     driver.preempt("r")
-    table.stored["r"] = [None, 64]
+    table.answers["r"] = [None, 64]
     driver.add("filler", 100, 1)
     driver.run()
     return driver
@@ -230,7 +182,7 @@ def prompt_only(attach: Attach = id, **setup: Any) -> Driver:
 def _two(attach: Attach, first: dict[str, Any], second: dict[str, Any], **setup: Any) -> Driver:
     """The store has the 64 tokens that `first` saved; `second` has the same text, and no local hit."""
     driver, table = start_with_table(attach, **setup)
-    table.stored = {"second": [64]}
+    table.answers = {"second": [64]}
     for name, of_request in (("first", first), ("second", second)):
         driver.add(name, 100, 3, shares=("family", 64), of_request=of_request)
         driver.run()
