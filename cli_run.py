@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
@@ -235,7 +235,21 @@ def main() -> NoReturn:
         if debug:
             traceback.print_exc()
         code = print_error(error)
+    if _a_query_runs_on():  # Python would wait for its thread
+        _flush()
+        os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
+
+
+def _a_query_runs_on() -> bool:
+    tables = sys.modules.get(f"{__package__}.exporters.facts.tables")
+    return tables is not None and bool(tables.left_behind)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _reader_gone() -> int:

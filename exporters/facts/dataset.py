@@ -26,7 +26,7 @@ from .engine import EngineFacts
 from .kept import files_of, journals_and_sessions
 from .replayed import Replayed, Wanted, replayed
 from .schema import ENGINES, TABLES
-from .tables import SQL_TYPES, Facts, Files, connect, lock, mount, spill_to
+from .tables import SQL_TYPES, Facts, Files, close, connect, mount
 
 ROWS_ONLY = Wanted()
 
@@ -67,13 +67,11 @@ def facts_of_windows(
                 replays[place].append(msgspec.structs.replace(one, tables={}))
         found = []
         for window, some, of_window in zip(windows, files, replays, strict=True):
-            connection = connect()
-            opened.callback(connection.close)
+            connection = connect(Path(folder))
+            opened.callback(close, connection)
             kept = [one.kept for one in of_window if one.kept is not None]
             mount(connection, some, window, kept=kept, exported=_exported_files(exported))
             _add_engines(connection, [one.engine for one in of_window])
-            spill_to(connection, Path(folder))
-            lock(connection)
             audits = [one.audit for one in of_window if one.audit is not None]
             found.append(Facts(connection, [one.engine for one in of_window], audits, bool(exported)))
         yield found

@@ -24,7 +24,7 @@ from .kept import (
     readable,
 )
 from .schema import Row
-from .tables import Facts, Files, KeptRows, connect, mount, mount_sums, quoted, spill_to
+from .tables import Facts, Files, KeptRows, close, connect, mount, mount_sums, quoted
 
 
 class Retention(NamedTuple):
@@ -75,10 +75,9 @@ def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> Non
     """Add the sums of the rest of some kept rows to those that they have."""
     listed = ", ".join(map(quoted, requests)) or "''"
     ended = f"SELECT request_id, epoch_us(closed_time) FROM requests WHERE request_id IN ({listed})"
-    connection = connect()
     with tempfile.TemporaryDirectory(prefix="kvledger-sums-") as spill:
+        connection = connect(Path(spill))
         try:
-            spill_to(connection, Path(spill))
             mount(connection, {}, EVERYTHING, kept=[kept])
             mount_sums(connection)
             facts = Facts(connection)
@@ -86,7 +85,7 @@ def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> Non
                 found.tables[name].extend(facts.rows(_in_microseconds(table)))
             found.ended_us.update(facts.rows(ended))
         finally:
-            connection.close()
+            close(connection)
 
 
 def _in_microseconds(table: Hourly) -> str:

@@ -4,16 +4,25 @@ pyarrow opens the files, and DuckDB asks it for columns and rows. So DuckDB itse
 user's SQL runs it may open none, neither to read nor to write. One folder is left, in which it puts what
 does not fit into memory; it is empty, and goes when the command ends. Since DuckDB 2.0 a ``COPY`` inside of
 a ``SELECT`` could write there, so a query that does more than select is refused before it runs.
+
+A query ends: by Ctrl-C within two seconds, after :data:`MOST_SECONDS`, and when it takes more memory or has
+more values than it may. DuckDB's own bound on memory leaves out some of what it holds, and all that Python
+does, and not every one of its functions looks whether it was interrupted. So the query runs in a thread of
+its own, and a process whose query does not stop leaves it behind.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import duckdb
 
@@ -110,14 +119,29 @@ class Facts:
         """The rows of a query. Raises LedgerError for one that DuckDB refuses, or that is not one SELECT."""
         return self.answer(query)[1]
 
-    def answer(self, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """The names of a query's columns, and its rows. Raises LedgerError as :meth:`rows` does."""
+    def answer(self, query: str, most: float = math.inf) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """The names of a query's columns, and its rows. Raises LedgerError as :meth:`rows` does.
+
+        Also for an answer of more than ``most`` values.
+        """
         try:
-            self._require_one_select(query)
-            found = self._connection.execute(query)
-            return [column[0] for column in found.description], found.fetchall()
+            return ended(self._connection, lambda: self._answer(query, most))
         except duckdb.Error as error:
             raise LedgerError(_sentence(error)) from None
+
+    def _answer(self, query: str, most: float) -> tuple[list[str], list[tuple[Any, ...]]]:
+        self._require_one_select(query)
+        found = self._connection.execute(query)
+        names = [column[0] for column in found.description]
+        rows: list[tuple[Any, ...]] = []
+        while some := found.fetchmany(ROWS_AT_ONCE):
+            rows += some
+            if len(rows) * len(names) > most:
+                raise LedgerError(
+                    f"The answer has more than {most:,} values: select fewer columns or sums, or add "
+                    "LIMIT. kvledger export writes all rows."
+                )
+        return names, rows
 
     def _require_one_select(self, query: str) -> None:
         """Raise LedgerError for other statements, also those in a WITH or in a text that a function runs."""
@@ -213,24 +237,104 @@ _SUMMED = ("requests", *(table.of for table in HOURLY.values()))
 MEMORY = "1GB"
 """What a query may use before it writes to a folder."""
 
+SPILL = "20GB"
+"""What it may write there."""
 
-def connect() -> Any:
-    """An empty database in memory. A query that takes seconds draws no progress into a command's output."""
+
+MOST_VALUES = 10_000_000
+"""What the answer to a user's query may have, rows times columns."""
+
+MOST_SECONDS = 600.0
+MOST_GROWTH = 3 << 30
+"""How many bytes a query may add to the memory of this process; DuckDB keeps to :data:`MEMORY` of them."""
+
+ROWS_AT_ONCE = 10_000
+LOOK_SECONDS = 0.1
+STOP_SECONDS = 1.0
+"""How long a query may take to stop, before it is left behind."""
+
+left_behind: list[Any] = []
+"""The connections of queries that did not stop. The process must not wait for their threads."""
+
+Result = TypeVar("Result")
+
+
+def ended(connection: Any, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns or raises, which runs a query of this connection; it ends by a limit or Ctrl-C.
+
+    Raises LedgerError for a query that reaches a limit.
+    """
+    found: list[Result] = []
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # it belongs to whoever waits
+            raised.append(error)
+        finally:
+            done.set()
+
+    ends, most = time.monotonic() + MOST_SECONDS, _memory_bytes() + MOST_GROWTH
+    threading.Thread(target=run, name="kvledger-query", daemon=True).start()
+    why = ""
+    try:
+        while not why and not done.wait(LOOK_SECONDS):
+            if time.monotonic() > ends:
+                why = f"took longer than {MOST_SECONDS:,.0f} s"
+            elif _memory_bytes() > most:
+                why = f"needs more than {MOST_GROWTH >> 30} GiB of memory"
+    except BaseException:
+        _stop(connection, done)
+        raise
+    if why:
+        _stop(connection, done)
+        raise LedgerError(f"The query {why} and was ended.")
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+def _stop(connection: Any, done: threading.Event) -> None:
+    ends = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < ends:
+        connection.interrupt()  # again: what it reaches may have only just begun
+        if done.wait(LOOK_SECONDS):
+            return
+    left_behind.append(connection)
+
+
+def _memory_bytes() -> int:
+    """The most memory that this process held at a time."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def close(connection: Any) -> None:
+    """Close a connection, unless its query was left behind: that would wait for it."""
+    if not any(connection is one for one in left_behind):
+        connection.close()
+
+
+def connect(spill: Path | None = None) -> Any:
+    """An empty database in memory: the door of all SQL, which opens no file and changes no setting.
+
+    ``spill``: the folder that gets what does not fit into memory; None: no file is written. A query that
+    takes seconds draws no progress into a command's output.
+    """
     connection = duckdb.connect()
-    connection.execute("SET enable_progress_bar = false")
+    settings = {
+        "enable_progress_bar": "false",
+        "memory_limit": quoted(MEMORY),
+        "temp_directory": quoted("" if spill is None else str(spill / "spill")),
+        "max_temp_directory_size": quoted(SPILL),
+        "python_enable_replacements": "false",
+        "enable_external_access": "false",
+        "lock_configuration": "true",
+    }
+    for name, value in settings.items():
+        connection.execute(f"SET {name} = {value}")
     return connection
-
-
-def spill_to(connection: Any, folder: Path) -> None:
-    """Bound the memory of a connection; what does not fit goes to a folder."""
-    connection.execute(f"SET memory_limit = {quoted(MEMORY)}")
-    connection.execute(f"SET temp_directory = {quoted(str(folder / 'spill'))}")
-
-
-def lock(connection: Any) -> None:
-    """From now on no SQL opens a file or changes a setting."""
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
 
 
 def _view(connection: Any, name: str, columns: Sequence[Column], parts: Sequence[str]) -> None:

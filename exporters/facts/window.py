@@ -14,7 +14,7 @@ from ...audit.replay.windows import Window
 from .hours import HOUR_DIFFERENCES, HOURS
 from .kept import OPEN_HOUR, Session, hour_time
 from .sums import by_group, sums_by
-from .tables import ONLY_SUMS, Facts, Files, KeptRows, connect, mount, quoted
+from .tables import ONLY_SUMS, Facts, Files, KeptRows, close, connect, mount, quoted
 
 
 def _ended(files: Files) -> Files:
@@ -55,7 +55,7 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
         sums.observed[Lost.__name__] = everything.tallies.get(kept.journal, CostTally())
         audit.sums = sums
     finally:
-        connection.close()
+        close(connection)
 
 
 def _requests(facts: Facts) -> dict[tuple[str, str], int]:

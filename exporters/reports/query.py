@@ -26,6 +26,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Run = here) -> Answered:
     """The answer to one SELECT. Raises LedgerError for anything else, and for what DuckDB refuses."""
+    from ..facts import tables
     from ..facts.dataset import facts
     from ..facts.replayed import Wanted
 
@@ -33,7 +34,7 @@ def ask(paths: Sequence[Path], sql: str, *, window: Window = EVERYTHING, run: Ru
         paths, window=window, run=run, wanted=Wanted(checks=True, activity=True, blocks=True)
     ) as found:
         found.mount_sums()
-        columns, rows = found.answer(sql)
+        columns, rows = found.answer(sql, tables.MOST_VALUES)
         missing = [*found.notes, *(found.cut if "findings" in sql.lower() else ())]
         return Answered(columns=columns, rows=[list(row) for row in rows], notes=missing)
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import duckdb
 import pytest
 from tests import journals
 from tests.command_line import exit_code
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
+from kvledger.exporters.facts import tables
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
 from kvledger.exporters.facts.questions import QUESTIONS
 from kvledger.exporters.facts.replayed import Wanted
-from kvledger.exporters.facts.tables import Facts
+from kvledger.exporters.facts.tables import Facts, connect
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.summary import summarize
 
@@ -188,6 +195,132 @@ def test_duckdb_itself_can_open_no_file(kept: Path, tmp_path: Path, monkeypatch:
 def test_text_that_looks_like_a_parsed_statement_is_text(trace: Path) -> None:
     text = '"type":"COPY_QUERY_NODE" "function_name":"query"'
     assert [[text, text]] == ask([trace], f"select '{text}', '{text}'").rows
+
+
+STATEMENTS = {
+    "INSERT": "insert into engines select * from engines",
+    "UPDATE": "update engines set version = 'x'",
+    "CREATE": "create table more as select 1",
+    "DELETE": "delete from engines",
+    "PREPARE": "prepare one as select 1",
+    "EXECUTE": "execute one",
+    "ALTER": "alter table engines add column more int",
+    "TRANSACTION": "begin transaction",
+    "COPY": "copy requests to 'new.csv'",
+    "ANALYZE": "analyze",
+    "VARIABLE_SET": "set variable one = 1",
+    "CREATE_FUNC": "create macro one() as 1",
+    "EXPLAIN": "explain select 1",
+    "DROP": "drop table engines",
+    "EXPORT": "export database 'new'",
+    "PRAGMA": "pragma enable_profiling",
+    "VACUUM": "vacuum",
+    "CALL": "call pragma_version()",
+    "SET": "set threads = 1",
+    "LOAD": "load json",
+    "ATTACH": "attach ':memory:' as other",
+    "DETACH": "detach other",
+    "MULTI": "pivot engines on version",
+    "COPY_DATABASE": "copy from database memory to other",
+    "MERGE_INTO": "merge into engines using engines as e on true when matched then delete",
+}
+NOT_WRITTEN = {"INVALID", "SELECT", "RELATION", "EXTENSION", "LOGICAL_PLAN"}
+"""Kinds that are a SELECT, or that no SQL of DuckDB's own is."""
+
+
+def test_of_all_kinds_of_statements_that_duckdb_has_one_is_run(trace: Path) -> None:
+    kinds = {name.removeprefix("StatementType.") for name in duckdb.StatementType.__members__}
+    with facts([trace]) as found:
+        for name in {name.replace("_STATEMENT", "") for name in kinds} - NOT_WRITTEN:
+            with pytest.raises(LedgerError):
+                found.rows(STATEMENTS[name])
+
+
+def test_every_connection_is_locked_from_the_beginning() -> None:
+    connection = connect()
+    for name, value in {"enable_external_access": False, "lock_configuration": True}.items():
+        assert (value,) == connection.execute(f"select current_setting('{name}')").fetchone()
+
+
+def test_an_answer_has_a_bound(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_VALUES", 20)
+    code, out, err = run("query", trace, "select range, range from range(11)")
+
+    assert (2, "") == (code, out)
+    assert "The answer has more than 20 values: select fewer columns" in err
+    assert 10 == len(ask([trace], "select range, range from range(10)").rows)
+
+
+class Database:
+    """A connection whose query stops when it is interrupted, or never."""
+
+    def __init__(self, *, stops: bool) -> None:
+        self.stops = stops
+        self.closed = False
+        self.interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        if self.stops:
+            self.interrupted.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def query(self) -> None:
+        self.interrupted.wait(30)
+        raise duckdb.InterruptException("INTERRUPT Error: Interrupted!")
+
+
+@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize(
+    "limit, said", [("MOST_SECONDS", "took longer than"), ("MOST_GROWTH", "needs more than")]
+)
+def test_a_query_ends_at_its_limits(
+    stops: bool, limit: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, limit, -(1 << 40))
+    monkeypatch.setattr(tables, "left_behind", [])
+    database = Database(stops=stops)
+    began = time.monotonic()
+    with pytest.raises(LedgerError, match=said):
+        tables.ended(database, database.query)
+    took = time.monotonic() - began
+    tables.close(database)
+    database.interrupted.set()
+
+    assert took < 2
+    assert stops == database.closed
+
+
+SLOW = "select sum(a.range + b.range) from range(10000000) a, range(10000000) b"
+
+
+BEGUN = """
+import sys
+from kvledger import cli
+from kvledger.exporters.facts import tables
+ended = tables.ended
+def begun(connection, work):
+    print("begun", file=sys.stderr, flush=True)
+    return ended(connection, work)
+tables.ended = begun
+cli.main()
+"""
+
+
+def test_ctrl_c_ends_a_query_within_two_seconds(trace: Path) -> None:
+    command = [sys.executable, "-c", BEGUN, "query", str(trace), SLOW]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"begun\n" == process.stderr.readline()
+        time.sleep(0.5)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=10)
+        took = time.monotonic() - began
+
+    assert (130, b"") == (process.returncode, out)
+    assert took < 2
 
 
 def test_formats(trace: Path) -> None:
