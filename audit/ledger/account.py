@@ -231,8 +231,15 @@ class PositionRanges(msgspec.Struct, eq=False):
         if start >= end:
             return []
         ranges = self.ranges
-        if not ranges or ranges[-1].end <= start:
-            self._append(start, end, source, life)
+        last = ranges[-1] if ranges else None
+        if last is None or last.end < start:
+            ranges.append(PositionRange(start, end, source, life))
+            return [(start, end)]
+        if last.end == start:
+            if last.source is source and last.life == life and not last.again:
+                last.end = end
+            else:
+                ranges.append(PositionRange(start, end, source, life))
             return [(start, end)]
         gaps: list[tuple[int, int]] = []
         kept: list[PositionRange] = []
@@ -316,7 +323,8 @@ class PositionRanges(msgspec.Struct, eq=False):
         tokens = {LOCAL: 0, EXTERNAL: 0, COMPUTED: 0, UNATTAINED: 0}
         position = start
         for row in self.ranges:
-            low, high = max(position, row.start), min(end, row.end)
+            low = position if position > row.start else row.start
+            high = end if end < row.end else row.end
             if low >= high:
                 continue
             tokens[UNATTAINED] += low - position
@@ -329,13 +337,6 @@ class PositionRanges(msgspec.Struct, eq=False):
     def end(self) -> int:
         """One above the highest position that ever had KV."""
         return self.ranges[-1].end if self.ranges else 0
-
-    def _append(self, start: int, end: int, source: str, life: int) -> None:
-        row = PositionRange(start, end, source, life)
-        if self.ranges and row.continues(self.ranges[-1]):
-            self.ranges[-1].end = end
-        else:
-            self.ranges.append(row)
 
 
 def _start(row: PositionRange) -> int:
@@ -361,7 +362,7 @@ class Losses(msgspec.Struct, eq=False):
     def add(self, start: int, end: int, cause: str) -> None:
         """Note that positions [start, end) lost their KV."""
         if start < end:
-            older = [row for row in self.ranges if row[0] < start or row[1] > end]
+            older = [row for row in self.ranges if row[0] < start or row[1] > end] if self.ranges else ()
             self.ranges = [(start, end, cause), *older]
 
     def split(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int, str]]:

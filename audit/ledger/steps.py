@@ -27,7 +27,7 @@ from .accounts import (
 )
 from .clocks import PREFILL_PLACE, UNIT, first_token, prefill_parts, share
 from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
-from .ledger_state import LedgerState
+from .ledger_state import LedgerState, ScheduledRow
 from .load_postings import note_unanswered, resolve
 from .weights_of_requests import note_output
 from .work import NO_DRAFTS, count_drafts, drafts_counted, execute, execute_invalid
@@ -38,13 +38,12 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
     if state.lost_track is not None:
         return  # the step before, which this event refers to, was lost
     changed, dropped = ev.numbers(event.changed), ev.numbers(event.dropped)
+    rows: list[tuple[int, ScheduledRow]] = []
     if changed or dropped:
         for request in dropped:
             find_account(state, request)
-        rows = [
-            (changed[i], (account_of(state, changed[i]), changed[i + 1], changed[i + 2]))
-            for i in range(0, len(changed), 4)
-        ]
+        for request, tokens, drafts in zip(changed[::4], changed[1::4], changed[2::4], strict=True):
+            rows.append((request, (account_of(state, request), tokens, drafts)))
         if not state.last_step and not state.steady:  # every request of the step is listed
             dropped = list(state.living)
         scheduled = dict(state.last_step)
@@ -55,20 +54,21 @@ def _stepped(state: LedgerState, event: ev.Stepped) -> None:
     _schedule(state)
     if changed or dropped:
         _share_step(state, changed, dropped)
-    for i in range(0, len(changed), 4):
-        account = state.living[changed[i]]
+    for (_, (account, _, drafts)), computed in zip(rows, changed[3::4], strict=True):
         if account.unknown is None:
-            computed = changed[i + 3]
-            enter_computed(state, account, "scheduled", computed)
-            if computed < account.computed == computed + account.stale_drafts:
-                _subtract_stale_drafts(account)
-            elif account.computed == computed > account.sequence_tokens + changed[i + 2]:
-                _compare_sequence(state, account, changed[i + 2])
+            if computed != account.computed:
+                enter_computed(state, account, "scheduled", computed)
+                if computed < account.computed == computed + account.stale_drafts:
+                    _subtract_stale_drafts(account)
+            elif computed > account.sequence_tokens + drafts:
+                _compare_sequence(state, account, drafts)
 
 
 def _share_step(state: LedgerState, changed: list[int], dropped: list[int]) -> None:
     """A step with other tokens begins."""
-    tokens = sum(row[1] for row in state.last_step.values()) + len(state.steady)
+    tokens = len(state.steady)
+    for row in state.last_step.values():
+        tokens += row[1]
     state.step_clock.change(state.at, tokens)
     rows = dict.fromkeys(dropped, 0) | dict(zip(changed[::4], changed[1::4], strict=True))
     for request, own in rows.items():
@@ -192,7 +192,7 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
             if state.failed_blocks:
                 note_unanswered(state, account, life)
             life.delivered = True
-            if life.pending:
+            if life.pending_end != life.pending_start:
                 resolve(state, account, life)
         if flight.invalid_from >= 0 or life.ended_by:
             execute_invalid(account, flight, flight.start + tokens)

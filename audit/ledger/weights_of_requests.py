@@ -95,8 +95,10 @@ def outputs_of(account: Account) -> int:
 
 def suspect_of(account: Account) -> dict[str, int]:
     """Those of them whose step read KV of older weights, by how much older."""
+    if account.closed_at >= 0:
+        return account.suspect_outputs
     found = dict(account.suspect_outputs)
-    for start, stop, row in outputs(account, account.sequence_tokens) if account.closed_at < 0 else ():
+    for start, stop, row in outputs(account, account.sequence_tokens):
         if row[3]:
             add_tokens(found, age_cause(row[3]), stop - start)
     return found

@@ -31,6 +31,10 @@ def execute(account: Account, life: Life, start: int, end: int) -> None:
             account.first_output += end - start
             return
     gaps = account.positions.fill(start, end, COMPUTED, life.number)
+    if end <= prompt and gaps == [(start, end)]:  # a part of the prompt, for the first time
+        account.first_prompt += end - start
+        account.executed_first.append((start, end, life.number))
+        return
     new = 0
     for low, high in gaps:
         new += high - low

@@ -79,9 +79,13 @@ class BlockDemand(msgspec.Struct):
             self.step, self.released = step, {}
         if self.waiting:
             self._take_over([block for block, left in zip(blocks, references, strict=True) if not left])
-        mine = self.released.setdefault(request, Released())
-        mine.free += sum(not left for left in references)
-        mine.shared |= {block for block, left in zip(blocks, references, strict=True) if left}
+        mine = self.released.get(request)
+        if mine is None:
+            mine = self.released[request] = Released()
+        free = references.count(0)
+        mine.free += free
+        if free < len(references):
+            mine.shared |= {block for block, left in zip(blocks, references, strict=True) if left}
 
     def _take_over(self, blocks: Sequence[int]) -> None:
         """Blocks lose their last holder: they count for the preempted request that shared them."""
@@ -274,14 +278,19 @@ class Holdings:
             record = pool.records[block] = Block({}, pool.idle, pool.has_hash, [], operations=[])
         return record
 
+    def table_of(self, request: int) -> dict[tuple[int, int], int]:
+        """How often the tables of a request hold each (pool, block)."""
+        held = self.held.get(request)
+        if held is None:
+            held = self.held[request] = {}
+        return held
+
     def add_holder(self, pool: int, block: int, record: Block, holder: Holder) -> None:
         """Add a reference to a block."""
         holders, place = record.holders, (pool, block)
         if holder.kind == TABLE and holder.request >= 0:
             key = table_key(holder.request, holder.group)
-            held = self.held.get(holder.request)
-            if held is None:
-                held = self.held[holder.request] = {}
+            held = self.table_of(holder.request)
             held[place] = held.get(place, 0) + 1
             if key not in holders:
                 holders[key] = holder
@@ -322,20 +331,24 @@ class Holdings:
         self, pool: Pool, record: Block, step: int = UNKNOWN, how: str = "", request: int = UNKNOWN
     ) -> None:
         """Take all hashes from a block. ``how``: remember that they left the cache map, why, and for whom."""
+        hashes, removed = pool.hashes, pool.removed
         for hash_id in record.hash_ids:
-            cached = pool.hashes[hash_id]
-            cached.blocks -= 1
-            if not cached.blocks:
-                del pool.hashes[hash_id]
-                pool.removed.pop(hash_id, None)
-                if how:
-                    came = cached.step, cached.request
-                    pool.removed[hash_id] = (*came, step, UNKNOWN, how, request, self.calls)
+            cached = hashes[hash_id]
+            if cached.blocks > 1:
+                cached.blocks -= 1
+                continue
+            del hashes[hash_id]
+            removed.pop(hash_id, None)
+            if how:
+                removed[hash_id] = (cached.step, cached.request, step, UNKNOWN, how, request, self.calls)
+                if len(removed) > self.removed_kept:
                     most = max(self.removed_kept, REMOVED_HASHES_KEPT * pool.blocks)
-                    pool.forgotten_hashes += len(keep_newest(pool.removed, most))
+                    pool.forgotten_hashes += len(keep_newest(removed, most))
         record.hash_ids = []
         record.end, record.cached_for = 0, UNKNOWN
-        record.isolation, record.wrong = None, []
+        record.isolation = None
+        if record.wrong:
+            record.wrong = []
 
     # --- holders, operations, findings -------------------------------------------------------------
 

@@ -107,6 +107,10 @@ class LifeLacks(msgspec.Struct):
     """The step of this call."""
     blocks: list[tuple[int, int]] = []
     """Pool and block of each block that was allocated to the life."""
+    holder: Holder | None = None
+    """How the life holds the last of them."""
+    filled: Filled | None = None
+    """What they share as long as the life lasts."""
     never_loaded: list[Lack] = []
     """Positions that the engine takes as loaded and that were not."""
     loaded_end: int = UNKNOWN

@@ -20,6 +20,7 @@ from .isolation import isolation_below, report_other_classes
 from .pool import (
     COPY,
     DEFERRED,
+    OPERATIONS_KEPT,
     PIN,
     TABLE,
     UNKNOWN,
@@ -36,7 +37,7 @@ from .pool import (
     table_key,
     used,
 )
-from .reads import HASHED_OTHERWISE, PENDING, SEQUENCE, placed
+from .reads import HASHED_OTHERWISE, PENDING, SEQUENCE, block_tokens
 
 # --- engine reports ------------------------------------------------------------------------------------
 #
@@ -136,8 +137,17 @@ def _table(
     pool, account = holdings.pools[number], holdings.account(request)
     size, positional = pool.groups[group]
     holder = holdings.holder(TABLE, request, group)
+    key, null, records = table_key(request, group), pool.null_block, pool.records
+    own = set()
     for block in table:
-        if block == pool.null_block:
+        record = records.get(block)
+        if record is not None and key in record.holders and len(record.holders) == 1:
+            own.add(block)  # held by this table alone
+    for block in table:
+        if block == null:
+            continue
+        if block in own and (number, request, block) not in places:
+            places[number, request, block] = group
             continue
         record = holdings.record(pool, block)
         if (number, request, block) in places:
@@ -152,6 +162,8 @@ def _table(
     if not positional or account is None or account.unknown is not None or account.life is None:
         return
     for place in range(max(0, account.life.local) // size, len(table)):
+        if table[place] in own:
+            continue
         record = holdings.record(pool, table[place])
         first = oldest(record) or holder
         if table[place] != pool.null_block and not record.reported and first.request != request:
@@ -164,8 +176,13 @@ def _block_states(holdings: Holdings, event: ev.BlockStatesReported) -> None:
     if pool is None:
         return
     for block, state in enumerate(event.states, event.first):
-        if block == pool.null_block or (state == 1 and block not in pool.records and pool.idle):
+        record = pool.records.get(block)
+        if block == pool.null_block or (state == 1 and record is None and pool.idle):
             continue
+        if record is not None and record.holders_known and record.has_hash >= 0:
+            holders = len(record.holders)
+            if state == (holders << 3 | record.has_hash * 6 | (not holders)):
+                continue  # as the ledger has it
         _compare_block(holdings, event.pool, pool, block, state)
     if event.free_blocks >= 0:
         _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
@@ -268,30 +285,30 @@ def _cached(holdings: Holdings, event: ev.BlocksCached) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    number, step, at, stack = event.pool, event.step, event.at, event.stack
+    number = event.pool
     for named, group, tokens, blocks, hash_ids, ends in event.calls():
         if not blocks:
             _forget_hashes(holdings, pool)
-        request, sequence_tokens, who = named, tokens, holdings.holder(TABLE, named, group)
+        who, size = holdings.holder(TABLE, named, group), block_tokens(pool, group)
+        request, sequence_tokens = named, tokens
         for block, hash_id, end in zip(blocks, hash_ids, ends, strict=True):
+            record = pool.records.get(block) or holdings.record(pool, block)
             if named < 0:
-                who = _sole_writer(holdings, pool, block) or NOBODY
-                request = who.request
-                sequence_tokens = holdings.requests.sequence_tokens(request)
-                if sequence_tokens >= 0:  # and one token for each output that was not emitted yet
-                    sequence_tokens += -1 - tokens
+                writer = _sole_writer(record) or NOBODY
+                if writer is not who:
+                    who, request = writer, writer.request
+                    sequence_tokens = holdings.requests.sequence_tokens(request)
+                    if sequence_tokens >= 0:  # and one token for each output that was not emitted yet
+                        sequence_tokens += -1 - tokens
             holdings.newly_cached.append((number, request, block, end))
-            whose = who.request_id
-            operation = Operation(
-                step, at, "cached", "cache_blocks", whose, who.life, group, stack, [hash_id], end
-            )
-            _hash(holdings, event, pool, block, hash_id, end, group, request, operation)
-            covered = pool.hashes[hash_id].end
+            covered = _hash(holdings, event, pool, block, record, hash_id, end, group, size, who)
             if covered != end:
+                whose = who.request_id
                 holdings.report_cached(HASHED_OTHERWISE, whose, number, block, end, covered, request)
             elif end > sequence_tokens >= 0:
+                whose = who.request_id
                 holdings.report_cached(SEQUENCE, whose, number, block, end, sequence_tokens, request)
-                pool.records[block].wrong = [(sequence_tokens, end, SEQUENCE)]
+                record.wrong = [(sequence_tokens, end, SEQUENCE)]
 
 
 def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
@@ -302,9 +319,9 @@ def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
     pool.has_hash, pool.hashes_known = UNKNOWN, False
 
 
-def _sole_writer(holdings: Holdings, pool: Pool, block: int) -> Holder | None:
+def _sole_writer(record: Block) -> Holder | None:
     """The request that fills a block: the youngest one whose table holds the block."""
-    for holder in reversed(holdings.record(pool, block).holders.values()):
+    for holder in reversed(record.holders.values()):
         if holder.kind == TABLE:
             return holder
     return None
@@ -315,13 +332,18 @@ def _hash(
     event: ev.BlocksCached,
     pool: Pool,
     block: int,
+    record: Block,
     hash_id: int,
     end: int,
     group: int,
-    request: int,
-    done: Operation,
-) -> None:
-    record = holdings.record(pool, block)
+    size: int,
+    who: Holder,
+) -> int:
+    """A block of ``size`` tokens gets a hash for the positions of a request below ``end``.
+
+    Returns where the hash ends, by whoever had it first.
+    """
+    request = who.request
     if event.replaced:
         holdings.drop_hashes(pool, record)
     removed = pool.removed.get(hash_id)
@@ -330,26 +352,29 @@ def _hash(
         before = list(_had_before(holdings, pool, record, hash_id, request, removed))
         note = _note_cached_before if group in pool.prefix_groups else _note_in_group
         note(holdings, pool, group, request, end, before)
-    if removed is not None and removed[3] < 0:
-        pool.removed[hash_id] = (*removed[:3], event.step, *removed[4:])
-    if hash_id not in record.hash_ids:
-        record.hash_ids.append(hash_id)
+        if removed is not None and removed[3] < 0:
+            pool.removed[hash_id] = (*removed[:3], event.step, *removed[4:])
+    ids, most, least = record.hash_ids, end, end
+    if hash_id not in ids:
+        ids.append(hash_id)
         if cached is None:
             cached = pool.hashes[hash_id] = CachedHash(end, event.step, request)
         cached.blocks += 1
-    record.has_hash = 1
-    several = len(record.hash_ids) > 1
-    record.end = max(end, record.end) if several else end
-    record.cached_for, record.writer = request, done.request_id
-    record.least_end = min(end, record.least_end) if several else end
+    if len(ids) > 1:
+        most, least = max(end, record.end), min(end, record.least_end)
+    record.has_hash, record.end, record.least_end = 1, most, least
+    record.cached_for, record.writer = request, who.request_id
     own = holdings.isolation.get(request)
-    record.isolation = None if own is None else isolation_below(own, record.least_end)
-    remember(record, done)
-    placed(pool, record, group, end)
+    record.isolation = None if own is None else isolation_below(own, least)
+    said = event.step, event.at, "cached", "cache_blocks", who.request_id, who.life
+    remember(record, Operation(*said, group, event.stack, [hash_id], end))
+    record.begin = begin = (end - 1) // size * size if size > 0 else end
+    record.room_end, record.of_state = begin + size, group in pool.states
     if holdings.hash_awaited and (event.pool, block) in holdings.hash_awaited:
         allocated = record.allocations[-2] if record.allocations else UNKNOWN
         holdings.hash_awaited.discard((event.pool, block))
         holdings.hash_arrived.append((event.pool, block, hash_id, allocated, record.writer))
+    return pool.hashes[hash_id].end if cached is None else cached.end
 
 
 NOBODY = Holder(TABLE, UNKNOWN, "", 0, UNKNOWN)
@@ -438,10 +463,14 @@ HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
 def check_pending(holdings: Holdings) -> None:
     """Report blocks that were cached before an asynchronous load has filled them."""
     hashed, holdings.newly_cached = holdings.newly_cached, []
+    filled_by = None
     for number, request, block, end in hashed:
+        if request == filled_by:
+            continue
         account = holdings.requests.living.get(request)
         life = account.life if account is not None else None
         if account is None or life is None or not life.asynchronous or not life.pending or life.ran:
+            filled_by = request  # it waits for no load
             continue
         record = holdings.pools[number].records.get(block) if number in holdings.pools else None
         if record is not None and record.cached_for == request and end > life.local:
@@ -477,29 +506,36 @@ def _allocate(
     if request in holdings.demand.waiting:
         holdings.demand.hold(request, used(pool))
     holdings.calls += 1
-    number, records = event.pool, pool.records
+    number, step, records = event.pool, event.step, pool.records
     done = holdings.operation(event, "allocated", event.by, request, group)
-    said = done.step, done.at, done.what, done.by, done.request_id, done.life, group, done.stack
-    holder = Holder(TABLE, request, done.request_id, done.life, group) if request >= 0 else AS_PIN
+    said = step, done.at, done.what, done.by, done.request_id, done.life, group, done.stack
     if pool.null_block in blocks:
         blocks = [block for block in blocks if block != pool.null_block]
-    filled = reads.allocated(holdings, number, blocks, holder, event.step)
+    holder, filled = AS_PIN, None
+    if request >= 0:
+        holder, filled = reads.allocated(holdings, number, blocks, done, request)
+        key, held = table_key(request, group), holdings.table_of(request)
     for block in blocks:
         record = records.get(block) or holdings.record(pool, block)
-        if evicted := record.hash_ids:
-            remember(record, Operation(*said, evicted))
-        else:
-            remember(record, done)
+        evicted, operations = record.hash_ids, record.operations
+        operations.append(Operation(*said, evicted) if evicted else done)
+        if len(operations) > OPERATIONS_KEPT:
+            del operations[0]
         if record.has_hash or evicted or record.end:
-            holdings.drop_hashes(pool, record, event.step, EVICTED, request)
+            holdings.drop_hashes(pool, record, step, EVICTED, request)
             record.has_hash = 0
-        record.allocations = [*record.allocations[-2:], event.step, request]
-        if record.holders:
-            holdings.report_collision("taken", number, block, oldest(record), holder)
-        else:
-            record.holders_known, record.reported = True, False
-        record.begin = record.room_end = UNKNOWN
+        record.allocations = [*record.allocations[-2:], step, request]
+        if record.begin != UNKNOWN:
+            record.begin = record.room_end = UNKNOWN
         record.filled = filled
+        if not record.holders:
+            record.holders_known, record.reported = True, False
+            if request >= 0:
+                record.holders[key] = holder
+                held[number, block] = held.get((number, block), 0) + 1
+                continue
+        else:
+            holdings.report_collision("taken", number, block, oldest(record), holder)
         holdings.add_holder(number, block, record, holder)
     pool.free_blocks -= len(blocks)
 
@@ -508,78 +544,85 @@ def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
-    if event.request in holdings.demand.waiting:
-        holdings.demand.hold(event.request, used(pool))
+    number, request, records = event.pool, event.request, pool.records
+    if request in holdings.demand.waiting:
+        holdings.demand.hold(request, used(pool))
     done = holdings.call_operation(event, "touched")
     holder = AS_PIN
-    if event.request >= 0:
-        holder = Holder(TABLE, event.request, done.request_id, done.life, event.group)
-        if event.request in holdings.isolation:
-            report_other_classes(holdings, event.pool, holder, event.blocks)
-    held = holdings.held.get(event.request, {})
+    if request >= 0:
+        holder = Holder(TABLE, request, done.request_id, done.life, event.group)
+        if request in holdings.isolation:
+            report_other_classes(holdings, number, holder, event.blocks)
+    held = holdings.held.get(request, {})
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
-        record = pool.records.get(block) or holdings.record(pool, block)
+        record = records.get(block) or holdings.record(pool, block)
         remember(record, done)
         if holder is not AS_PIN:
-            if (event.pool, block) in held:
-                twice = table_holders(pool, record, event.request)
-                holdings.report_collision("twice", event.pool, block, twice[0], holder)
+            if (number, block) in held:
+                twice = table_holders(pool, record, request)
+                holdings.report_collision("twice", number, block, twice[0], holder)
             elif record.has_hash == 0:
-                holdings.report_collision("unhashed", event.pool, block, oldest(record), holder)
+                holdings.report_collision("unhashed", number, block, oldest(record), holder)
             reads.hit(holdings, event, block, record)
-        holdings.add_holder(event.pool, block, record, holder)
+        holdings.add_holder(number, block, record, holder)
         if references == 1:
             pool.free_blocks -= 1
         if references != len(record.holders) or not record.holders_known:
-            compare_references(holdings, event.pool, block, record, references)
+            compare_references(holdings, number, block, record, references)
 
 
 def _freed(holdings: Holdings, event: pool_calls.BlocksFreed) -> None:
     pool = holdings.pools.get(event.pool)
     if pool is None:
         return
+    number, request, records = event.pool, event.request, pool.records
     done = holdings.call_operation(event, "freed")
+    key = table_key(request, event.group) if request >= 0 and event.group >= 0 else 0
+    held = holdings.held.get(request, {})
     counts: dict[int, int] = {}
     for block, references in zip(event.blocks, event.references, strict=True):
         if block == pool.null_block:
             continue
-        record = pool.records.get(block) or holdings.record(pool, block)
-        released = _release(holdings, event, pool, block, record)
+        record = records.get(block) or holdings.record(pool, block)
+        released = record.holders.pop(key, None) if key else None
+        if released is None:
+            released = _release(holdings, event, pool, block, record)
+        elif (times := held.pop((number, block), 0)) > 1:
+            held[number, block] = times - 1
+        counts[block] = references
+        operations = record.operations
         if released is not None:
-            remember(record, done)
+            operations.append(done)
+            if len(operations) > OPERATIONS_KEPT:
+                del operations[0]
             if pool.windows:
                 reads.left_window(holdings, event, pool, block, record, released)
-            counts[block] = references
             continue
-        earlier = next((o for o in reversed(record.operations) if o.what == "freed"), None)
+        earlier = next((o for o in reversed(operations) if o.what == "freed"), None)
         remember(record, done)
         if record.holders_known:
-            stray = StrayFree(event.pool, block, done, earlier, references, holdings.story(event.pool, block))
-            holdings.report(stray, event.request)
+            stray = StrayFree(number, block, done, earlier, references, holdings.story(number, block))
+            holdings.report(stray, request)
             record.holders_known = False  # until the engine reports the block's count
-        counts[block] = references
-    if event.request >= 0 and len(holdings.pools) == 1:
-        holdings.demand.free(event.request, event.step, list(counts), list(counts.values()))
+    if not held:
+        holdings.held.pop(request, None)
+    if request >= 0 and len(holdings.pools) == 1:
+        holdings.demand.free(request, event.step, list(counts), list(counts.values()))
     for block, references in counts.items():
-        record = pool.records[block]
+        record = records[block]
         if not references:
             pool.free_blocks += 1
         if references != len(record.holders) or not record.holders_known:
-            compare_references(holdings, event.pool, block, record, references)
+            compare_references(holdings, number, block, record, references)
 
 
 def _release(
     holdings: Holdings, event: pool_calls.BlocksFreed, pool: Pool, block: int, record: Block
 ) -> Holder | None:
-    """Remove the reference that was freed; None if the block has no such holder."""
+    """Remove a reference that was freed, of another table than the event says, or of none."""
     if event.request >= 0:
-        key = table_key(event.request, event.group)
-        known = record.holders.get(key) if event.group >= 0 else None
-        if known is not None:
-            holdings.drop_table_holder(event.pool, block, record, key, event.request)
-            return known
         for held in table_holders(pool, record, event.request):
             if event.group in (held.group, UNKNOWN):
                 holdings.remove_holder(event.pool, block, record, held)

@@ -27,6 +27,7 @@ from .pool import (
     Holder,
     Lack,
     LifeLacks,
+    Operation,
     Pool,
     Rewrite,
     table_holders,
@@ -70,16 +71,21 @@ PROMISED = (PENDING, FAILED, UNFILLED, WITHDRAWN)
 
 
 def allocated(
-    holdings: Holdings, number: int, blocks: Iterable[int], holder: Holder, step: int
-) -> Filled | None:
-    """Blocks are allocated: the holder's life fills them from now on."""
-    if holder.request < 0:
-        return None
-    lacks = lacks_of(holdings, holder.request, holder.life)
+    holdings: Holdings, number: int, blocks: Iterable[int], done: Operation, request: int
+) -> tuple[Holder, Filled]:
+    """Blocks are allocated to a request: its life holds them, and fills them from now on."""
+    lacks = holdings.lives.get(request)
+    if lacks is None or lacks.life != done.life:
+        lacks = holdings.lives[request] = LifeLacks(done.life)
     if not lacks.blocks:
-        lacks.call, lacks.step = holdings.calls, step
-    lacks.blocks += [(number, block) for block in blocks]
-    return Filled(holder.request, holder.request_id, holder.life)
+        lacks.call, lacks.step = holdings.calls, done.step
+    for block in blocks:
+        lacks.blocks.append((number, block))
+    holder, filled = lacks.holder, lacks.filled
+    if holder is None or holder.group != done.group or filled is None:
+        holder = lacks.holder = Holder(TABLE, request, done.request_id, done.life, done.group)
+        filled = lacks.filled = Filled(request, done.request_id, done.life)
+    return holder, filled
 
 
 def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:
@@ -96,13 +102,10 @@ def life_of(holdings: Holdings, request: int) -> Life | None:
     return account.life if account is not None else None
 
 
-def placed(pool: Pool, record: Block, group: int, end: int) -> None:
-    """A block is cached for positions below ``end``, from which its own positions follow."""
+def block_tokens(pool: Pool, group: int) -> int:
+    """The tokens of a group's blocks; of a group that is not known, those of the largest one."""
     known = pool.groups.get(group)
-    size = known[0] if known is not None else max((size for size, _ in pool.groups.values()), default=0)
-    record.begin = (end - 1) // size * size if size > 0 else end
-    record.room_end = record.begin + size
-    record.of_state = group in pool.states
+    return known[0] if known is not None else max((size for size, _ in pool.groups.values()), default=0)
 
 
 def lacking(holdings: Holdings, number: int, block: int, start: int, end: int) -> list[Lack]:
@@ -373,6 +376,8 @@ def _admitted(holdings: Holdings, event: ev.Admitted) -> None:
 
     Its hits end with the local tokens. Its own blocks end with the load, or with the slots of its first step.
     """
+    if not any(pool.windows for pool in holdings.pools.values()):
+        return
     account = holdings.account(event.request)
     if account is None or account.life is None:
         return
@@ -524,6 +529,8 @@ def admitted(holdings: Holdings, event: ev.Admitted) -> None:
             lacks.tainted_from = event.local_tokens
         for group in pool.prefix_groups:
             covered = pool.groups[group][0] * hits.get((number, group), 0)
+            if covered >= event.local_tokens:
+                continue
             own = [block for each, block in lacks.blocks if each == number]
             if own and covered < event.local_tokens and not _copied_to(pool, own[0]):
                 story, whose = holdings.story(number, own[0]), account.request_id
