@@ -1,51 +1,65 @@
 """kvledger: a double-entry ledger for the KV-cache tokens of a serving engine.
 
-Only the version, `attach`, `mark_weights`, `Audit` and the IPython extension live here; importing this module
-imports nothing else.
+The names here are public: `attach`, `Audit`, `mark_weights`, what they return and raise, and the IPython
+extension. Each is imported at its first use, so that `import kvledger` imports nothing else.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .audit.entry.attach import attach
-    from .audit.entry.weights import mark_weights
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["Audit", "__version__", "attach", "mark_weights"]
+_PLACES = {
+    "Account": (".audit.ledger.account", "AccountStatement"),
+    "Audit": (".exporters.notebook", "Audit"),
+    "AuditError": (".audit.entry.attach", "AuditError"),
+    "AttachedAudit": (".exporters.notebook", "AttachedAudit"),
+    "Coverage": (".audit.checks.coverage", "Coverage"),
+    "LedgerError": (".audit.errors", "LedgerError"),
+    "Totals": (".audit.figures.totals", "Totals"),
+    "Violation": (".audit.checks.registry", "Violation"),
+    "attach": (".exporters.notebook", "attach"),
+    "mark_weights": (".audit.entry.weights", "mark_weights"),
+}
+"""Module and name of each public name."""
+
+__all__ = [
+    "Account",
+    "AttachedAudit",
+    "Audit",
+    "AuditError",
+    "Coverage",
+    "LedgerError",
+    "Totals",
+    "Violation",
+    "__version__",
+    "attach",
+    "mark_weights",
+]
+
+if TYPE_CHECKING:
+    from .audit.checks.coverage import Coverage
+    from .audit.checks.registry import Violation
+    from .audit.entry.attach import AuditError
+    from .audit.entry.weights import mark_weights
+    from .audit.errors import LedgerError
+    from .audit.figures.totals import Totals
+    from .audit.ledger.account import AccountStatement as Account
+    from .exporters.notebook import AttachedAudit, Audit, attach
+else:
+
+    def __getattr__(name):
+        """Import a public name at its first use."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, found = _PLACES[name]
+        return getattr(import_module(module, __name__), found)
 
 
-def __getattr__(name: str) -> Any:
-    """Import `attach`, `mark_weights` or `Audit` at its first use, so that `import kvledger` stays light."""
-    if name == "attach":
-        from .audit.entry.attach import LiveAudit, attach
-
-        LiveAudit.open_journal = _open_journal
-        return attach
-    if name == "mark_weights":
-        from .audit.entry.weights import mark_weights
-
-        return mark_weights
-    if name == "Audit":
-        return _audit_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
-def _audit_class() -> Any:
-    """The class of :mod:`kvledger.exporters.notebook`, imported at its first use; it needs our version."""
-    return import_module(".exporters.notebook", __name__).Audit
-
-
-def _open_journal(path: Any) -> Any:
-    """The reports of a live audit."""
-    return _audit_class()(path)
-
-
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: object) -> None:
     """`%load_ext kvledger` in IPython: register the cell magic `%%audit`."""
-    from .audit.entry.attach import LiveAudit
-    from .audit.entry.notebook import load
-
-    LiveAudit.open_journal = _open_journal
-    load(shell)
+    import_module(".exporters.magic", __name__).load(shell)

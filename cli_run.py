@@ -31,14 +31,6 @@ BAD_INPUT = 2
 OWN_BUG = 70
 INTERRUPTED = 130
 READER_GONE = 141
-EXTRAS = {
-    "analysis": ("duckdb", "pandas", "pyarrow"),
-    "fleet": ("dask", "distributed", "fsspec"),
-    "lmcache": ("lmcache",),
-    "routing": ("dynamo",),
-    "vllm": ("torch", "vllm"),
-    "web": ("bcrypt", "yaml"),
-}
 COMPLETE = "_KVLEDGER_COMPLETE"
 
 app = typer.Typer(
@@ -260,7 +252,7 @@ def _reader_gone() -> int:
 
 def print_error(error: Exception) -> int:
     """Print one sentence on standard error and return the exit code."""
-    from .audit.errors import LedgerError
+    from .audit.errors import LedgerError, missing
     from .audit.text import printable
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
@@ -278,11 +270,7 @@ def print_error(error: Exception) -> int:
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         sentence, code = f"The output can't be written: {error.strerror}", BAD_INPUT
     elif isinstance(error, ModuleNotFoundError):
-        name = (error.name or "a module").partition(".")[0]
-        extra = next((extra for extra, needs in EXTRAS.items() if name in needs), "")
-        sentence = f"This command needs {name}, which is not installed"
-        sentence += f"; install it with: pip install 'kvledger[{extra}]'" if extra else ""
-        code = BAD_INPUT
+        sentence, code = str(missing(error)), BAD_INPUT
     else:
         sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
         code = OWN_BUG

@@ -25,7 +25,7 @@ class DynamoIndex:
             from dynamo._core import RadixTree
         except ImportError:
             raise LedgerError(
-                "--index dynamo needs ai-dynamo-runtime: pip install 'kvledger[routing]'."
+                "--index dynamo needs ai-dynamo-runtime: pip install ai-dynamo-runtime."
             ) from None
         self._tree: Any = RadixTree()
         self._events = 0

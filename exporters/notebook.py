@@ -1,40 +1,49 @@
-"""Journals in a notebook: the answers of the commands that read journals.
+"""Audits in a notebook: of journals, and of an engine that is attached.
 
     import kvledger
 
     audit = kvledger.Audit("trace", since="1h")
     audit.why(by="lora")
 
-Every answer is displayed by the notebook, and has its figures as ``data``.
+    with kvledger.attach(llm) as audit:
+        llm.generate(prompts)
+    audit.why()
+
+Both have the same verdict, findings, totals and accounts, and the same answers, which are those of the
+commands. Every answer is displayed by the notebook, and has its figures as ``data``.
 """
 
 from __future__ import annotations
 
 import io
-from contextlib import AbstractContextManager
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ..audit.analysis.whatif import Options
-from ..audit.errors import LedgerError
+from ..audit.checks.auditor import Found, Verdict
+from ..audit.checks.coverage import Coverage, count_words, verdict_words
+from ..audit.checks.registry import Severity, Violation
+from ..audit.entry.attach import LiveAudit, attached
+from ..audit.errors import LedgerError, missing
+from ..audit.figures.totals import Totals
+from ..audit.ledger.account import AccountStatement
 from ..audit.replay.find import journals_at, named
-from ..audit.replay.journals import audit_paths, statements
+from ..audit.replay.journals import Audit as AuditOfJournals
+from ..audit.replay.journals import audit_paths, statement, statements
 from ..audit.replay.observers import Lost, Steps
 from ..audit.replay.parallel import Run
-from ..audit.replay.windows import Window, window
-from . import usage_logs
+from ..audit.replay.windows import EVERYTHING, Window, window
 from .answer import Answer
-from .inputs import reading
-from .reports import audit, block_use, page, prefixes, statement, summary, turns, usage, whatif, why
-from .reports.audit import AuditReport, report
-from .reports.conclusions import concluded, explained_with
-from .reports.costs import costs_of
-from .terminal import PLAIN_WIDTH, rendered
-from .trace.columns import TABLES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .reports.audit import AuditReport
 
 _BLOCK = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pre>'
 
@@ -51,6 +60,10 @@ class Shown(Answer):
         return self._recorded().export_html(inline_styles=True, code_format=_BLOCK)
 
     def _recorded(self) -> Console:
+        from rich.console import Console
+
+        from .terminal import PLAIN_WIDTH, rendered
+
         console = Console(
             record=True,
             width=PLAIN_WIDTH,
@@ -69,123 +82,251 @@ class Page:
         self.html = html
         """The whole page."""
 
-    def save(self, output: Choice) -> None:
-        """Write the page to a file."""
+    def save(self, output: Choice) -> Path:
+        """Write the page to a file; returns its path."""
         Path(output).write_text(self.html, encoding="utf-8")
+        return Path(output)
 
     def _repr_html_(self) -> str:
         style = "width:100%;height:80vh;border:0"
         return f'<iframe srcdoc="{escape(self.html)}" style="{style}"></iframe>'
 
 
-class Audit:
-    """The journals at some paths.
+class Answers(ABC):
+    """What the commands answer of an audit. Each raises :class:`LedgerError` for what can't be read."""
 
-    ``since`` and ``until`` are as for the commands: an ISO time, or a span before now such as ``1h``. Each
-    method raises :class:`~kvledger.audit.errors.LedgerError` for a path that holds no journal.
-    """
+    _window: Window = EVERYTHING
 
-    def __init__(self, *paths: Choice, since: str = "", until: str = "") -> None:
-        if not paths:
-            raise LedgerError("Which journals? Audit takes at least one path.")
-        self._paths = [named(Path(path)) for path in paths]
-        self._window: Window = window(since, until)
+    @abstractmethod
+    def _journals(self, *, local: bool = False) -> AbstractContextManager[tuple[list[Path], Run]]:
+        """The journals to read, and how."""
 
-    @cached_property
-    def data(self) -> AuditReport:
-        """The audit as data; read once."""
-        with reading(self._paths) as (places, run):
-            audited = audit_paths(places, (Lost, Steps), window=self._window, run=run)
-            return concluded(report(audited, costs_of(audited.engines)))
+    @contextmanager
+    def _reading(self, *, local: bool = False) -> Iterator[tuple[list[Path], Run]]:
+        try:
+            with self._journals(local=local) as both:
+                yield both
+        except ModuleNotFoundError as error:
+            raise missing(error, "This answer") from error
 
-    @property
-    def verdict(self) -> str:
-        """``clean``, ``violated`` or ``unknown``."""
-        return self.data.verdict
+    def _audited(self) -> AuditOfJournals:
+        with self._reading() as (places, run):
+            return audit_paths(places, (Lost, Steps), window=self._window, run=run)
+
+    def _report(self) -> AuditReport:
+        from .reports.audit import report
+        from .reports.conclusions import concluded
+        from .reports.costs import costs_of
+
+        audited = self._audited()
+        return concluded(report(audited, costs_of(audited.engines)))
 
     def summary(self, by: str = "", *, gpu_hour: float | None = None) -> Shown:
         """Totals, by group if ``by`` names groups, as for ``kvledger summary``."""
-        with reading(self._paths) as (places, run):
+        with self._reading() as (places, run):
+            from .reports import summary
+
             data = summary.summarize(
                 places, by, window=self._window, run=run, with_costs=True, gpu_hour=gpu_hour
             )
-        return Shown(*summary.answer(data))
+            return Shown(*summary.answer(data))
 
     def why(self, by: str = "", *, gpu_hour: float | None = None) -> Shown:
         """Why prompt tokens missed the caches, as ``kvledger why``."""
-        with reading(self._paths) as (places, run):
+        with self._reading() as (places, run):
+            from .reports import why
+            from .reports.conclusions import explained_with
+
             data = why.why(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
-        return Shown(*why.answer(explained_with(data)))
+            return Shown(*why.answer(explained_with(data)))
 
     def show(self, request: str, *, every: bool = False) -> Shown:
         """The account of a request, or the requests of a call, by any id that its client knows."""
-        with reading(self._paths) as (places, run):
+        from .reports import statement as report
+
+        with self._reading() as (places, run):
             found = statements(places, request, window=self._window, run=run)
         if len(found) > 1:
-            return Shown(*statement.answer_of_call(request, found))
-        return Shown(*statement.answer(found[0], every_entry=every))
+            return Shown(*report.answer_of_call(request, found))
+        return Shown(*report.answer(found[0], every_entry=every))
 
     def usage(self, log: Choice, *, verbose: bool = False) -> Shown:
         """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
+        from . import usage_logs
+        from .reports import usage
+
         told = usage_logs.read(Path(log))
-        with reading(self._paths, local=True) as (places, _):
+        with self._reading(local=True) as (places, _):
             data = usage.usage(journals_at(places), told, self._window)
         return Shown(*usage.answer(data, told, verbose=verbose))
 
     def whatif(self, blocks: str = "", *, tiers: str = "", skip: float = 0.0) -> Shown:
-        """The hits of another number of blocks, with options written as for ``kvledger whatif``."""
-        options = Options(blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip)
-        with reading(self._paths) as (places, run):
-            data = whatif.study(places, options, window=self._window, run=run)
-        return Shown(*whatif.answer(data))
+        """The hits of another number of blocks, with options written as for ``kvledger whatif``.
+
+        Level blocks only.
+        """
+        with self._reading() as (places, run):
+            from ..audit.analysis.whatif import Options
+            from .reports import whatif
+
+            options = Options(blocks=whatif.counts(blocks), tiers=whatif.sizes(tiers), skip=skip)
+            return Shown(*whatif.answer(whatif.study(places, options, window=self._window, run=run)))
 
     def prefixes(self, top: int = 20) -> Shown:
-        """The shared prefixes for which the cache saved and lost most, as ``kvledger summary prefixes``."""
+        """The shared prefixes for which the cache saved and lost most, as ``kvledger summary prefixes``.
+
+        Level blocks only.
+        """
         with self._whole("prefixes") as (places, run):
+            from .reports import prefixes
+
             return Shown(*prefixes.answer(prefixes.prefixes(places, most=top, run=run)))
 
     def turns(self, session: str = "", *, worst: int = 20) -> Shown:
-        """What turns of sessions missed of the turn before, as ``kvledger why turns``."""
-        with reading(self._paths) as (places, run):
+        """What turns of sessions missed of the turn before, as ``kvledger why turns``. Level blocks only."""
+        with self._reading() as (places, run):
+            from .reports import turns
+
             data = turns.turns(places, session=session, most=worst, window=self._window, run=run)
-        return Shown(*(turns.answer_of_session if session else turns.answer)(data))
+            return Shown(*(turns.answer_of_session if session else turns.answer)(data))
 
     def blocks(self) -> Shown:
-        """How blocks were used, as ``kvledger summary blocks``."""
+        """How blocks were used, as ``kvledger summary blocks``. Level blocks only."""
         with self._whole("blocks") as (places, run):
+            from .reports import block_use
+
             return Shown(*block_use.answer(block_use.block_use(places, run=run)))
 
     def _whole(self, name: str) -> AbstractContextManager[tuple[list[Path], Run]]:
         """The journals, for an answer that reads no part of them."""
         if self._window.bounded:
             raise LedgerError(f"{name} reads whole journals: leave since and until out.")
-        return reading(self._paths)
+        return self._reading()
 
     def frames(self, *names: str) -> Any:
-        """The table of one name as a DataFrame; else a dictionary of the tables named, or of all tables.
-
-        Needs the analysis extra.
-        """
-        try:
+        """The table of one name as a DataFrame; else a dictionary of the tables named, or of all tables."""
+        with self._reading() as (places, _):
             from .trace import frames
-        except ImportError as error:
-            raise LedgerError(
-                f"Tables need the analysis extra ({error}): pip install 'kvledger[analysis]'."
-            ) from error
-        found = frames.tables(self._paths, names or tuple(TABLES), self._window)
+            from .trace.columns import TABLES
+
+            found = frames.tables(places, names or tuple(TABLES), self._window)
         return found[names[0]] if len(names) == 1 else found
 
     def report(self, output: Choice | None = None, *, by: str = "", gpu_hour: float | None = None) -> Page:
         """The HTML report, also written to ``output``, as ``kvledger export html``."""
-        with reading(self._paths) as (places, run):
+        with self._reading() as (places, run):
+            from .reports import page
+
             data = page.gather(places, window=self._window, run=run, gpu_hour=gpu_hour, by=by)
-        shown = Page(page.html(data))
+            shown = Page(page.html(data))
         if output is not None:
             shown.save(output)
         return shown
 
-    def __repr__(self) -> str:
-        return repr(Shown(self.data, list(audit.sentences(self.data))))
-
     def _repr_html_(self) -> str:
-        return Shown(*audit.answer(self.data))._repr_html_()
+        from .reports import audit
+
+        return Shown(*audit.answer(self._report()))._repr_html_()
+
+
+class Audit(Answers):
+    """The journals at some paths.
+
+    ``since`` and ``until`` are as for the commands: an ISO time, or a span before now such as ``1h``. Raises
+    :class:`~kvledger.audit.errors.LedgerError`, as each method does for a path that holds no journal.
+    """
+
+    def __init__(self, *paths: Choice, since: str = "", until: str = "") -> None:
+        if not paths:
+            raise LedgerError("Which journals? Audit takes at least one path.")
+        self._paths = [named(Path(path)) for path in paths]
+        self._window = window(since, until)
+
+    def _journals(self, *, local: bool = False) -> AbstractContextManager[tuple[list[Path], Run]]:
+        from .inputs import reading
+
+        return reading(self._paths, local=local)
+
+    @cached_property
+    def _read(self) -> AuditOfJournals:
+        return super()._audited()
+
+    def _audited(self) -> AuditOfJournals:
+        return self._read
+
+    @cached_property
+    def data(self) -> AuditReport:
+        """The audit as data; read once."""
+        return self._report()
+
+    @property
+    def verdict(self) -> Verdict:
+        """``clean``, ``violated`` or ``unknown``."""
+        return self._read.verdict
+
+    @property
+    def violations(self) -> list[Violation]:
+        """What the engines did wrong, without drifts, in the order of its first occurrence."""
+        return self._listed("violation")
+
+    @property
+    def drifts(self) -> list[Violation]:
+        """Figures that the engines count by a deliberate but misleading rule; the verdict stays clean."""
+        return self._listed("drift")
+
+    def _listed(self, severity: Severity) -> list[Violation]:
+        return [finding for finding in self._read.violations if finding.severity == severity]
+
+    @property
+    def found(self) -> list[Found]:
+        """How many findings each invariant has; exact also where the two lists are cut."""
+        return self._read.found
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was examined, and what was not."""
+        return self._read.coverage
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all accounts."""
+        return self._read.totals
+
+    def account(self, request_id: str) -> AccountStatement:
+        """The account statement of one request, by any id that its client knows.
+
+        Raises LedgerError if no request has that name, or several have, as the samples of a call.
+        """
+        with self._reading() as (places, run):
+            return statement(places, request_id, window=self._window, run=run).account
+
+    def __repr__(self) -> str:
+        return f"{verdict_words(self.verdict, self.coverage)}. {count_words(self.found)}"
+
+
+class AttachedAudit(LiveAudit, Answers):
+    """An attached engine with the answers of the commands, from a temporary journal of its events so far."""
+
+    @contextmanager
+    def _journals(self, *, local: bool = False) -> Iterator[tuple[list[Path], Run]]:
+        from .inputs import reading
+
+        with tempfile.TemporaryDirectory(prefix="kvledger-") as folder:
+            writer = self._write(Path(folder, "attached"))
+            try:  # while the writer holds the journal, the engine counts as running
+                with reading([writer.folder], local=local) as both:
+                    yield both
+            finally:
+                writer.close()
+
+
+def attach(
+    target: object, *, strict: bool = False, level: str = "tokens", stacks: bool = False
+) -> AttachedAudit:
+    """Audit a ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of vLLM, or a ``Scheduler`` of SGLang.
+
+    The arguments are those of :func:`kvledger.audit.entry.attach.attach`. Raises
+    :class:`~kvledger.audit.errors.LedgerError` if the scheduler runs in another process or is of an unknown
+    release.
+    """
+    return attached(AttachedAudit, target, strict=strict, level=level, stacks=stacks)

@@ -13,6 +13,7 @@ from kvledger.audit import glossary
 from kvledger.audit.checks import figures_page, registry
 from kvledger.audit.checks.registry import KINDS, Kind
 from kvledger.audit.faults import release_rules
+from kvledger.audit.figures.declared import FIGURES
 from kvledger.dashboards.rules import SOURCE, rules
 from kvledger.exporters import usage_logs
 from kvledger.exporters.metrics import metric_list
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def generated() -> Iterator[tuple[str, str]]:
     """Each generated file, relative to the repository, and the text that it must have."""
+    yield "audit/figures/totals.pyi", totals()
     yield "docs/reference/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
     yield "docs/usage.md", usage_logs.replaced((ROOT / "docs/usage.md").read_text())
@@ -32,6 +34,32 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "docs/reference/tables.md", columns.markdown()
     yield "docs/reference/alerts.md", alerts()
     yield f"dashboards/{SOURCE.name}", with_violations(SOURCE.read_text())
+
+
+def totals() -> str:
+    """audit/figures/totals.pyi, so that type checkers and editors know the figures."""
+    lines = [
+        "# ruff: noqa: E501",
+        "# The types of totals.py, whose fields are the figures of declared.py. Written by `make docs`.",
+        "from ..ledger.account import Account",
+        "from .sums import Sums",
+        "",
+        "class Totals(Sums):",
+    ]
+    for figure in FIGURES:
+        kind = "dict[str, int]" if figure.causes else "int"
+        lines += [f"    {figure.name}: {kind} = ...", f'    """In {figure.unit}: {figure.text}."""']
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "    def add(self, account: Account) -> None: ...",
+            "    def of(self, figure: str) -> int: ...",
+            "    @property",
+            "    def doubtful_requests(self) -> int: ...",
+            "",
+        ]
+    )
 
 
 def alerts() -> str:

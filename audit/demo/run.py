@@ -143,7 +143,7 @@ def run(inject: str | None, folder: Path | None, progress: Progress) -> Demo:
     if importlib.util.find_spec("vllm") is None:
         raise LedgerError(
             "The demo runs a real vLLM engine, and vllm is not installed here; install it with: "
-            "pip install 'kvledger[vllm]'."
+            "pip install vllm."
         )
     folder = _empty_folder(folder)
     result, failure = _run_engine(folder, injection, progress)

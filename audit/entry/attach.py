@@ -4,22 +4,22 @@
         llm.generate(...)
     audit.violations
 
-The events stay in memory. ``audit.why()``, ``summary()``, ``frames()`` and ``report()`` answer what the
-commands answer, from a temporary journal; ``audit.save(folder)`` keeps the journal. Leaving
-the block restores every wrapped attribute.
+The events stay in memory; ``audit.save(folder)`` writes them as a journal. Leaving the block restores every
+wrapped attribute. What :mod:`kvledger.exporters.notebook` adds are the answers of the commands.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from ..checks.auditor import Auditor, Found
+from ..checks.auditor import Auditor, Found, Verdict
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
 from ..checks.registry import Severity, Violation
 from ..client_ids import has_random_suffix
@@ -39,6 +39,8 @@ from ..release_semantics import release
 from ..replay.find import pick_request
 from .weights import WeightsOfRequest, weights_of_request
 
+Kind = TypeVar("Kind", bound="LiveAudit")
+
 
 class AuditError(AssertionError):
     """A step broke an invariant under ``strict=True``; ``violation`` is the finding."""
@@ -49,10 +51,7 @@ class AuditError(AssertionError):
 
 
 class LiveAudit:
-    """One attached scheduler and its accounts so far."""
-
-    open_journal: ClassVar[Callable[[Path], Any] | None] = None
-    """Makes the audit that reports are asked for, from a journal's path; ``kvledger`` sets this."""
+    """One attached scheduler and its accounts so far. Several threads may read it while the engine runs."""
 
     def __init__(self, scheduler: Any, worker: Any, *, strict: bool, level: str, stacks: bool) -> None:
         self._strict = strict
@@ -62,6 +61,8 @@ class LiveAudit:
         self._events: list[bytes] = []
         """All events so far, encoded, for :meth:`save`."""
         self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.RLock()
+        """Held while events are audited, and while something is read off what they add up to."""
         self._auditor = Auditor(keep_closed=True)
         observer_class = choose(scheduler)
         self._observer = observer_class(
@@ -85,20 +86,20 @@ class LiveAudit:
         return self._listed("drift")
 
     def _listed(self, severity: Severity) -> list[Violation]:
-        self._catch_up()
-        return [finding for finding in self._auditor.violations if finding.severity == severity]
+        with self._caught_up() as auditor:
+            return [finding for finding in auditor.violations if finding.severity == severity]
 
     @property
     def found(self) -> list[Found]:
         """How many findings each invariant has; exact also where the two lists are cut."""
-        self._catch_up()
-        return self._auditor.totals
+        with self._caught_up() as auditor:
+            return auditor.totals
 
     @property
     def coverage(self) -> Coverage:
         """What was examined so far, and what was not."""
-        ledger = self.ledger
-        return ledger_coverage(ledger)
+        with self._caught_up() as auditor:
+            return ledger_coverage(auditor.ledger)
 
     def __repr__(self) -> str:
         """The verdict, what it covers, and the number of findings."""
@@ -106,20 +107,21 @@ class LiveAudit:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger after all events so far."""
-        self._catch_up()
-        return self._auditor.ledger
+        """The ledger after all events so far; it changes as the engine runs."""
+        with self._caught_up() as auditor:
+            return auditor.ledger
 
     @property
     def totals(self) -> Totals:
         """Sums over all accounts so far."""
-        return self.ledger.totals()
+        with self._caught_up() as auditor:
+            return auditor.ledger.totals()
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Verdict:
         """``clean``, ``violated`` or ``unknown``."""
-        self._catch_up()
-        return str(self._auditor.verdict)
+        with self._caught_up() as auditor:
+            return auditor.verdict
 
     def account(self, request_id: str) -> AccountStatement:
         """The account statement of one request, by any id that its client knows.
@@ -127,10 +129,11 @@ class LiveAudit:
         That is the engine's id, the id of the response, its ``X-Request-Id``, or a trace id. Raises
         LedgerError if no observed request has that name, or several have, as the samples of a call.
         """
-        return self._account(request_id).freeze()
+        with self._caught_up():
+            return self._account(request_id).freeze()
 
     def _account(self, request_id: str) -> Account:
-        accounts = list(self.ledger.accounts())
+        accounts = list(self._auditor.ledger.accounts())
         hints = [account.request_id for account in accounts]
         observer = self._observer
         suffixed = observer.ENGINE == "vllm" and has_random_suffix(release(observer.version))
@@ -142,89 +145,37 @@ class LiveAudit:
         The request is named as for :meth:`account`.
         """
         self._observer.weights.look_now()
-        return weights_of_request(self.ledger.weights, self._account(request_id))
+        with self._caught_up() as auditor:
+            return weights_of_request(auditor.ledger.weights, self._account(request_id))
 
-    def save(self, folder: str | Path) -> None:
-        """Write the events so far as a journal, for every command. Raises LedgerError.
+    def save(self, folder: str | Path) -> Path:
+        """Write the events so far as a journal, for every command; returns its folder. Raises LedgerError.
 
         A journal that is saved before the end counts its open requests as unknown.
         """
-        self._catch_up()
         try:
             self._write(Path(folder)).close()
         except OSError as error:
             raise LedgerError(f"{folder} can't be written: {error.strerror}.") from error
-
-    def summary(self, by: str = "") -> Any:
-        """Totals, by group if ``by`` names groups, as for ``kvledger summary``."""
-        return self._read(lambda audit: audit.summary(by))
-
-    def why(self, by: str = "") -> Any:
-        """Why prompt tokens missed the caches, as ``kvledger why``."""
-        return self._read(lambda audit: audit.why(by))
-
-    def show(self, request: str) -> Any:
-        """The account of a request, or the requests of a call, as ``kvledger show``."""
-        return self._read(lambda audit: audit.show(request))
-
-    def usage(self, log: str | Path) -> Any:
-        """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
-        return self._read(lambda audit: audit.usage(log))
-
-    def whatif(self, blocks: str = "", **options: Any) -> Any:
-        """The hits of another number of blocks, as ``kvledger whatif``. Level blocks only."""
-        return self._read(lambda audit: audit.whatif(blocks, **options))
-
-    def prefixes(self, top: int = 20) -> Any:
-        """The shared prefixes for which the cache saved and lost most. Level blocks only."""
-        return self._read(lambda audit: audit.prefixes(top))
-
-    def turns(self, session: str = "", **options: Any) -> Any:
-        """What turns of sessions missed of the turn before, as ``kvledger why turns``. Level blocks only."""
-        return self._read(lambda audit: audit.turns(session, **options))
-
-    def blocks(self) -> Any:
-        """How blocks were used, as ``kvledger summary blocks``. Level blocks only."""
-        return self._read(lambda audit: audit.blocks())
-
-    def frames(self, *names: str) -> Any:
-        """The table of one name as a DataFrame; else a dictionary of the tables named, or of all tables."""
-        return self._read(lambda audit: audit.frames(*names))
-
-    def report(self, output: str | Path | None = None, by: str = "") -> Any:
-        """The HTML report, also written to ``output``, as ``kvledger export html``."""
-        return self._read(lambda audit: audit.report(output, by=by))
-
-    def _repr_html_(self) -> str:
-        return str(self._read(lambda audit: audit._repr_html_()))
-
-    def _read(self, ask: Callable[[Any], Any]) -> Any:
-        """Ask the audit of a temporary journal with the events so far."""
-        open_journal = type(self).open_journal
-        if open_journal is None:
-            raise LedgerError("Reports need `kvledger.attach`: import kvledger, and call attach from there.")
-        self._catch_up()
-        with tempfile.TemporaryDirectory(prefix="kvledger-") as folder:
-            writer = self._write(Path(folder, "attached"))
-            try:  # while the writer holds the journal, the engine counts as running
-                return ask(open_journal(writer.folder))
-            finally:
-                writer.close()
+        return Path(folder)
 
     def _write(self, folder: Path) -> JournalWriter:
         writer = JournalWriter(folder, Limits(segment_bytes=1 << 40, folder_bytes=1 << 40))
         writer.rotate()
         decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode
-        for encoded in self._events:
+        with self._caught_up():
+            every = list(self._events)
+        for encoded in every:
             writer.write(list[Event](decode(encoded)))
         return writer
 
     def detach(self) -> None:
         """Restore every wrapped attribute; the accounts stay readable. Idempotent."""
         self._observer.stop("detached")
-        self._catch_up()
+        with self._lock:
+            self._catch_up()
 
-    def __enter__(self) -> LiveAudit:
+    def __enter__(self: Kind) -> Kind:
         return self
 
     def __exit__(
@@ -234,6 +185,13 @@ class LiveAudit:
         trace: TracebackType | None,
     ) -> None:
         self.detach()
+
+    @contextmanager
+    def _caught_up(self) -> Iterator[Auditor]:
+        """The auditor after all events so far, which no other thread feeds meanwhile."""
+        with self._lock:
+            self._catch_up()
+            yield self._auditor
 
     def _catch_up(self) -> list[Violation]:
         new: list[Violation] = []
@@ -256,12 +214,14 @@ class LiveAudit:
             self._events.append(self._encode([Gap(events[-1].at, len(events), "not encodable")]))
 
     def _boundary(self) -> None:
-        for violation in self._catch_up():
+        with self._lock:
+            new = self._catch_up()
+        for violation in new:
             if violation.severity == "violation":
                 raise AuditError(violation)
 
 
-def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> LiveAudit:
+def attach(target: object, *, strict: bool = False, level: str = "tokens", stacks: bool = False) -> LiveAudit:
     """Audit a ``Scheduler``, ``EngineCore``, ``LLMEngine`` or ``LLM`` of vLLM, or a ``Scheduler`` of SGLang.
 
     The scheduler must be in this process.
@@ -270,11 +230,16 @@ def attach(target: Any, *, strict: bool = False, level: str = "tokens", stacks: 
     the blocks too; with ``stacks`` each block operation keeps its Python stack (slow, for tests).
     Raises :class:`LedgerError` if the scheduler runs in another process or is of an unknown release.
     """
+    return attached(LiveAudit, target, strict=strict, level=level, stacks=stacks)
+
+
+def attached(kind: type[Kind], target: object, *, strict: bool, level: str, stacks: bool) -> Kind:
+    """The same, as an audit of a class."""
     if level not in LEVELS:
         raise LedgerError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}.")
     try:
         scheduler = _scheduler_of(target)
-        return LiveAudit(scheduler, _worker_of(target), strict=strict, level=level, stacks=stacks)
+        return kind(scheduler, _worker_of(target), strict=strict, level=level, stacks=stacks)
     except EngineMismatch as mismatch:
         raise LedgerError(f"This engine can't be observed: {mismatch}.") from mismatch
 

@@ -164,7 +164,7 @@ def _add_causes(facts: Facts, groups: dict[Group, GroupSums], where: str) -> Non
         having=f"figure IN ({_WITH_CAUSES})",
     )
     for (journal, figure, cause, percent), (tokens, requests) in found.items():
-        everything.totals.merge(Totals(**{figure: {cause: tokens}}))
+        everything.totals.merge(Totals(**{figure: {cause: tokens}}))  # type: ignore[arg-type]
         if figure == REWORK:
             everything.merge(_rework(journal, cause, percent, tokens, requests))
 

@@ -332,6 +332,9 @@ def connect(spill: Path | None = None) -> Any:
         "enable_external_access": "false",
         "lock_configuration": "true",
     }
+    # A Jupyter kernel without ipywidgets has no bar, and there DuckDB refuses to turn it off, too.
+    if connection.execute("SELECT current_setting('enable_progress_bar')").fetchone() == (False,):
+        del settings["enable_progress_bar"]
     for name, value in settings.items():
         connection.execute(f"SET {name} = {value}")
     return connection

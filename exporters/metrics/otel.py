@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from ... import __version__
-from ...audit.errors import LedgerError
+from ...audit.errors import PACKAGES, LedgerError
 from ...audit.ledger.account import Account
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import Distribution
@@ -94,7 +94,7 @@ def _exporter(signal: str, environ: Environ) -> Any:
         return import_module(f"{package}.metric_exporter").OTLPMetricExporter()
     except ImportError as error:
         raise LedgerError(
-            f"OTLP over {transport} needs {error.name}; install it with: pip install 'kvledger[otel]'."
+            f"OTLP over {transport} needs {error.name}; install it with: pip install {PACKAGES['otel']}."
         ) from error
 
 

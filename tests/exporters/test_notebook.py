@@ -93,7 +93,7 @@ def test_a_notebook_displays_each_answer_once(trace: Path, monkeypatch: pytest.M
     audit = kvledger.Audit(trace)
     for answer in (audit, audit.summary()):
         assert "request" in answer._repr_html_()
-        assert "request" in repr(answer)
+        assert "level tokens" in repr(answer) or "request" in repr(answer)
 
     assert [] == displayed
 
@@ -129,3 +129,23 @@ def test_blocks_are_those_of_the_commands(tmp_path: Path) -> None:
     assert "blocks" in repr(audit.whatif("9"))
     with pytest.raises(LedgerError, match="reads whole journals"):
         kvledger.Audit(folder, since="1h").prefixes()
+
+
+def test_a_recorded_audit_has_what_a_live_one_has(tmp_path: Path) -> None:
+    violated = kvledger.Audit(journals.violated(tmp_path / "violated"))
+
+    assert "violated" == violated.verdict and "violated at level tokens" in repr(violated)
+    assert violated.violations and {"violation"} == {each.severity for each in violated.violations}
+    assert sum(row.findings for row in violated.found) >= len(violated.violations + violated.drifts)
+    assert (1, 200) == (violated.totals.requests, violated.totals.prompt_tokens)
+    request = violated.violations[0].request
+    assert request is not None and request == violated.account(request).request_id
+    assert "tokens" in violated.coverage.words
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert sorted(kvledger.__all__) == dir(kvledger)
+    for name in kvledger.__all__:
+        assert getattr(kvledger, name)
+    with pytest.raises(AttributeError, match="no attribute 'Error'"):
+        kvledger.Error  # type: ignore[attr-defined]  # noqa: B018

@@ -119,6 +119,47 @@ def test_the_wheel_runs_from_its_own_files(wheel: zipfile.ZipFile, tmp_path: Pat
     assert [] == [file for file in files if not Path(file).is_relative_to(tmp_path)]
 
 
+USER = """import kvledger
+
+audit = kvledger.Audit("trace")
+verdict: str = audit.verdict
+external: int = audit.totals.external
+request: str | None = audit.violations[0].request
+print(audit.why(by="lora").data, audit.account("a").prompt_tokens)
+
+
+def attached(llm: object) -> int:
+    with kvledger.attach(llm, strict=True) as live:
+        try:
+            print(live.summary().data, live.save("trace").name)
+        except (kvledger.AuditError, kvledger.LedgerError) as error:
+            print(error)
+    return live.totals.computed
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [("", ""), ("kvledger.AuditErrors", "has no attribute"), ("audit.totals.outside", "has no attribute")],
+)
+def test_a_users_script_is_type_checked(
+    wheel: zipfile.ZipFile, tmp_path: Path, added: str, says: str
+) -> None:
+    """By mypy in strict mode, against the wheel alone."""
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "user.py").write_text(USER + added)
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(tmp_path / "site"), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode == 0) == (not says), ran.stdout
+    assert says in ran.stdout
+
+
 def test_the_links_in_src_are_relative_and_lead_to_the_folders_and_files_of_the_root() -> None:
     entries = {path.name: path for path in (ROOT / "src/kvledger").iterdir() if path.name != "__pycache__"}
     assert {*FOLDERS, *FILES} == set(entries)

@@ -69,7 +69,7 @@ def run(inject: str | None, keep: Path | None, say: Callable[[str], None]) -> Se
         raise LedgerError(f"There is no defect {inject!r} for SGLang; there is {DEFECT}.")
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise LedgerError(f"SGLang's engine needs {package}: pip install 'kvledger[vllm]' brings it.")
+            raise LedgerError(f"SGLang's engine needs {package}: pip install vllm brings it.")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise LedgerError(f"{keep} is not empty.")
     folder = keep or Path(tempfile.mkdtemp(prefix="kvledger-sglang-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.scenarios.driving import start
 
 import kvledger
-from kvledger.audit.entry.attach import LiveAudit, attach
+from kvledger.audit.entry.attach import attach
 from kvledger.audit.errors import LedgerError
 
 
@@ -29,9 +30,7 @@ def test_an_account_is_found_by_its_clients_id() -> None:
         audit.account("2")
 
 
-def test_an_attached_engine_answers_what_the_commands_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attached_engine_answers_what_the_commands_answer(tmp_path: Path) -> None:
     driver = start()
     with kvledger.attach(driver.scheduler) as audit:
         driver.add("one", 50, 2)
@@ -45,15 +44,35 @@ def test_an_attached_engine_answers_what_the_commands_answer(
     assert audit.totals.prompt_tokens == ended.prompt_tokens == audit.why().data.prompt_tokens
     assert "clean" in audit._repr_html_()
     assert "<html" in audit.report(tmp_path / "page.html").html
-    audit.save(tmp_path / "trace")
+    assert tmp_path / "trace" == audit.save(tmp_path / "trace")
     assert ended == kvledger.Audit(tmp_path / "trace").summary().data[-1]
     with pytest.raises(LedgerError, match="can't be written"):
         audit.save(tmp_path / "trace")
 
 
-def test_reports_need_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_read_an_audit_while_the_engine_runs() -> None:
     driver = start()
+    failed: list[BaseException] = []
     with attach(driver.scheduler) as audit:
-        monkeypatch.setattr(LiveAudit, "open_journal", None)
-        with pytest.raises(LedgerError, match=r"kvledger\.attach"):
-            audit.why()
+        done = threading.Event()
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    assert "clean" == audit.verdict
+                    assert audit.totals.requests <= 40 and "clean" in repr(audit)
+            except BaseException as error:
+                failed.append(error)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for number in range(40):
+            driver.add(f"{number}-4e5f6a7b", 50, 4)
+            driver.run()
+        done.set()
+        for reader in readers:
+            reader.join()
+
+    assert [] == failed
+    assert 40 == audit.totals.requests

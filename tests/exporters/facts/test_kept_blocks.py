@@ -509,4 +509,4 @@ def test_a_journal_that_was_not_compacted_is_read_without_the_analysis_extra(tmp
     assert ["0", "0", "2", "2"] == answers[1::2]
     assert [True, True, False, False] == [text.startswith("{") for text in answers[:-1:2]]
     assert ["", ""] == answers[4:-1:2]
-    assert 2 == len(done.stderr.splitlines()) == done.stderr.count("pip install 'kvledger[analysis]'")
+    assert 2 == len(done.stderr.splitlines()) == done.stderr.count("pip install duckdb pandas pyarrow")

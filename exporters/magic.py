@@ -1,7 +1,8 @@
 """The IPython extension: ``%load_ext kvledger``, then ``%%audit llm`` at the top of a cell.
 
-The cell runs with the engine attached, and its audit is the result of the cell, which a notebook displays.
-Imports nothing of IPython: the shell is an argument.
+The cell runs with the engine attached, and its audit is the result of the cell, which a notebook displays. An
+exception of the cell is one of the magic, so that no later cell runs by itself. Imports nothing of IPython:
+the shell is an argument.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import shlex
 import sys
 from typing import Any, NoReturn
 
-from ..errors import LedgerError
-from .attach import LiveAudit, attach
+from ..audit.errors import LedgerError
+from .notebook import AttachedAudit, attach
 
 MAGIC = "audit"
 VARIABLE = "audit"
@@ -26,12 +27,24 @@ class _Parser(argparse.ArgumentParser):
         raise LedgerError(f"%%{MAGIC}: {message}. {' '.join(self.format_usage().split())}")
 
 
+class CellFailed(LedgerError):
+    """The cell raised; its traceback is printed already, so a notebook prints only this sentence."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 def load(shell: Any) -> None:
     """Register the cell magic with an IPython shell."""
 
-    def magic(line: str, cell: str) -> LiveAudit | None:
+    def magic(line: str, cell: str) -> AttachedAudit | None:
+        if line.strip() in ("-h", "--help"):
+            print(_parser().format_help())
+            return None
         try:
             return _run(shell, line, cell)
+        except CellFailed:
+            raise
         except LedgerError as error:
             print(error, file=sys.stderr)
             return None
@@ -47,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("target", metavar="ENGINE", help="an LLM, LLMEngine, EngineCore or Scheduler")
-    parser.add_argument("--level", default="tokens", help="tokens (the default) or blocks")
+    parser.add_argument("--level", default="tokens", help="tokens (the default), blocks or content")
     parser.add_argument("--strict", action="store_true", help="raise at the step that breaks an invariant")
     parser.add_argument(
         "-o", "--output", default=VARIABLE, metavar="NAME", help=f"keep the audit as NAME, not as {VARIABLE}"
@@ -55,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(shell: Any, line: str, cell: str) -> LiveAudit:
+def _run(shell: Any, line: str, cell: str) -> AttachedAudit:
     given = _parser().parse_args(shlex.split(line))
     try:
         target = shell.ev(given.target)
@@ -63,5 +76,11 @@ def _run(shell: Any, line: str, cell: str) -> LiveAudit:
         raise LedgerError(f"%%{MAGIC}: {error}.") from error
     with attach(target, strict=given.strict, level=given.level) as audit:
         shell.user_ns[given.output] = audit
-        shell.run_cell(cell)  # prints the traceback of an exception itself
+        result = shell.run_cell(cell)  # prints the traceback of an exception itself
+    raised = result.error_before_exec or result.error_in_exec
+    if raised is not None:
+        raise CellFailed(
+            f"The cell raised {type(raised).__name__}. {given.output} has what the engine did until then: "
+            f"{audit!r}"
+        )
     return audit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.scenarios.driving import start
 
 import kvledger
-from kvledger.audit.entry.attach import LiveAudit
+from kvledger.exporters.magic import CellFailed
 
 
 class Shell:
@@ -28,11 +29,13 @@ class Shell:
     def ev(self, expression: str) -> Any:
         return eval(expression, self.user_ns)
 
-    def run_cell(self, cell: str) -> None:
+    def run_cell(self, cell: str) -> Any:
+        raised = None
         try:
             exec(cell, self.user_ns)
         except Exception as error:
-            self.user_ns["raised"] = error
+            raised = error
+        return SimpleNamespace(error_before_exec=None, error_in_exec=raised)
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ CELL = "driver.add('a', 40, 4)\ndriver.run()"
 def test_the_result_of_the_cell_is_its_audit(shell: Shell) -> None:
     audit = shell.magics["audit"]("scheduler", CELL)
 
-    assert isinstance(audit, LiveAudit)
+    assert isinstance(audit, kvledger.AttachedAudit)
     assert ("clean", 40) == (audit.verdict, audit.totals.computed)
     assert audit is shell.user_ns["audit"]
 
@@ -65,9 +68,10 @@ def test_after_the_cell_the_engine_is_not_observed(shell: Shell) -> None:
 
 def test_a_cell_that_raises_ends_its_audit_too(shell: Shell) -> None:
     before = shell.user_ns["scheduler"].schedule
-    audit = shell.magics["audit"]("scheduler", "1 / 0")
+    with pytest.raises(CellFailed, match=r"The cell raised ZeroDivisionError\. audit has what .* clean"):
+        shell.magics["audit"]("scheduler", "1 / 0")
 
-    assert isinstance(shell.user_ns["raised"], ZeroDivisionError)
+    audit = shell.user_ns["audit"]
     assert before == shell.user_ns["scheduler"].schedule
     assert 0 == audit.totals.requests
 
@@ -86,4 +90,10 @@ def test_a_wrong_line_prints_one_sentence_and_runs_no_cell(
 ) -> None:
     assert shell.magics["audit"](line, "ran = True") is None
     assert capsys.readouterr().err.startswith(sentence)
+    assert "ran" not in shell.user_ns
+
+
+def test_help_is_printed(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell.magics["audit"]("--help", "ran = True") is None
+    assert "usage: %%audit" in capsys.readouterr().out
     assert "ran" not in shell.user_ns
