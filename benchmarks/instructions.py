@@ -219,7 +219,7 @@ def main() -> int:
         rows = measure(workloads, Path(name))
     print(_table(rows))
     if arguments.write:
-        page.write_second(section(rows))
+        page.put(section(rows))
     return 0
 
 

@@ -1,9 +1,13 @@
-"""Reads and writes docs/performance.md: what `make bench`, `make instructions` and the long run found."""
+"""Puts sections into pages, and reads docs/performance.md.
+
+Benchmarks and proofs write into pages what they found; each has a section of its own, which it replaces.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +15,8 @@ from kvledger.audit.engines import host_version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-INSTRUCTIONS = "## Instructions\n"
-"""The heading of the second part."""
-
-LONG_RUN = "## A long run\n"
-"""The heading of the third part."""
-
-LONG_JOURNALS = "## Long journals\n"
-"""The heading of the fourth part."""
-
-HEADINGS = (INSTRUCTIONS, LONG_RUN, LONG_JOURNALS)
+INSTRUCTIONS, LONG_RUN, LONG_JOURNALS = "## Instructions\n", "## A long run\n", "## Long journals\n"
+"""Headings of sections of docs/performance.md."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -59,7 +55,7 @@ def read_table(page: Path = PAGE) -> list[tuple[str, ...]]:
 
 def read_rows(heading: str, page: Path = PAGE) -> list[tuple[str, ...]]:
     """The cells of the table in the part with this heading, one tuple for each row."""
-    return _rows(_parts(page.read_text()).get(heading, ""))
+    return _rows(page.read_text().partition(heading)[2].partition("\n## ")[0])
 
 
 def _rows(part: str) -> list[tuple[str, ...]]:
@@ -67,38 +63,32 @@ def _rows(part: str) -> list[tuple[str, ...]]:
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines[2:]]
 
 
-def write_first(part: str, page: Path = PAGE) -> None:
+def put_first(part: str, page: Path = PAGE) -> None:
     """Replace what stands above the heading of the instructions."""
-    _write(page, "", part)
+    _, heading, rest = page.read_text().partition(f"\n{INSTRUCTIONS}")
+    page.write_text(part.strip("\n") + "\n" + (f"{heading}{rest}" if heading else ""))
 
 
-def write_second(part: str, page: Path = PAGE) -> None:
-    """Replace the part about instructions."""
-    _write(page, INSTRUCTIONS, part)
+def put(part: str, page: Path = PAGE, *, before: str = "") -> None:
+    """Put a section, which begins with its heading, in place of the one with this heading.
+
+    A section ends at the next heading of its level or above. A new one comes before the heading ``before``,
+    or last.
+    """
+    heading = part.partition("\n")[0]
+    above, found, old = f"\n{page.read_text()}".partition(f"\n{heading}\n")
+    if found:
+        end = re.search(rf"^#{{1,{len(heading.partition(' ')[0])}}} ", old, re.MULTILINE)
+        rest = old[end.start() :] if end else ""
+    else:
+        above, found, old = above.partition(f"\n{before}\n") if before else (above, "", "")
+        rest = f"{before}\n{old}" if found else ""
+    kept = [text.strip("\n") + "\n" for text in (above, part, rest) if text.strip("\n")]
+    page.write_text("\n".join(kept))
 
 
-def write_long_run(part: str, page: Path = PAGE) -> None:
-    """Replace the part about the long run."""
-    _write(page, LONG_RUN, part)
-
-
-def write_long_journals(part: str, page: Path = PAGE) -> None:
-    """Replace the part about long journals."""
-    _write(page, LONG_JOURNALS, part)
-
-
-def _write(page: Path, heading: str, part: str) -> None:
-    """Replace one part, which begins with its ``heading``, or add it in its place."""
-    assert part.startswith(heading)
-    parts = _parts(page.read_text()) | {heading: part}
-    order = [parts[each] for each in ("", *HEADINGS) if each in parts]
-    page.write_text("\n\n".join(text.strip("\n") for text in order) + "\n")
-
-
-def _parts(text: str) -> dict[str, str]:
-    """The parts of the page, by their headings; the first has none."""
-    begins = [("", 0)]
-    begins += [(each, text.index(each)) for each in HEADINGS if each in text]
-    begins.sort(key=lambda each: each[1])
-    ends = [place for _, place in begins[1:]] + [len(text)]
-    return {heading: text[place:end] for (heading, place), end in zip(begins, ends, strict=True)}
+def put_between(begin: str, end: str, lines: Sequence[str], page: Path) -> None:
+    """Put lines between two marks of a page."""
+    above, _, rest = page.read_text().partition(begin)
+    below = rest[rest.index(end) :]
+    page.write_text(above + "\n".join([begin, *lines, below]))

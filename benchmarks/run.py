@@ -335,7 +335,7 @@ def main() -> int:
     rows = [middle(same) for same in runs.values()]
     print(f"{ran_on}\n\n{page.table(HEADINGS, list(map(cells, rows)))}")
     if arguments.write:
-        page.write_first(text(merged(page.read_table(), rows), ran_on))
+        page.put_first(text(merged(page.read_table(), rows), ran_on))
     return 0
 
 

@@ -230,7 +230,7 @@ def main() -> int:
     text = section(rows, size, arguments.hours)
     print(text)
     if arguments.write:
-        page.write_long_journals(text)
+        page.put(text)
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import releases
+from benchmarks.page import put
 from stores import environ, store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +99,6 @@ def within(release: str) -> dict[str, str]:
 
 def main() -> None:
     """Write the cards into the page."""
-    kept, _, _ = PAGE.read_text().partition(HEADING)
     cards = [card(name, options) for name, options in CONNECTORS.items()]
     cards.append(card("NixlConnector", [], within(releases.NIXL)))
     with store("multiprocess") as server:
@@ -107,7 +107,7 @@ def main() -> None:
     cards.append(card(ADAPTER, [*COPIED, json.dumps(COPYING)], environ(OURS)))
     old = within(OLD_LMCACHE) | EVERYWHERE
     cards += [card(ADAPTER, [*COPIED, json.dumps(how)], old, title) for title, how in BUNDLED.items()]
-    PAGE.write_text("\n".join([kept + HEADING.rstrip() + "\n" + SAYS, *cards]))
+    put("\n".join([HEADING.rstrip() + "\n" + SAYS, *cards]), PAGE)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.page import put
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "content.md"
@@ -124,12 +125,6 @@ def section(rows: Sequence[str], every: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_section(page: str, text: str) -> str:
-    """The page with this text in place of the section."""
-    page = re.sub(rf"^{re.escape(HEADING)}\n.*?(?=^## )", "", page, flags=re.MULTILINE | re.DOTALL)
-    return page.replace(NEXT, f"{text}{NEXT}", 1)
-
-
 def main(arguments: Sequence[str]) -> int:
     every = situations()
     names = [word for word in arguments if word != "--write"]
@@ -142,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
             failed = True
             print(f"not as expected: {name}: {problem}", flush=True)
     if "--write" in arguments and not names:
-        PAGE.write_text(replace_section(PAGE.read_text(), section(rows, every)))
+        put(section(rows, every), PAGE, before=NEXT)
     return 1 if failed else 0
 
 

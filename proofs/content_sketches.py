@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import put
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "content.md"
 HEADING = "### How much two computations differ"
@@ -87,14 +89,6 @@ def section(rows: Sequence[str], faults: Sequence[str], every: dict[str, Any], t
     )
 
 
-def replace_section(page: str, text: str) -> str:
-    """The page with this text in place of the section."""
-    start = page.find(HEADING)
-    if start >= 0:
-        page = page[:start] + page[page.index("\n## ", start) + 1 :]
-    return page.replace(NEXT, f"{text}{NEXT}", 1)
-
-
 def against(exact: dict[str, str], rounded: dict[str, str]) -> list[float]:
     """The distances of the blocks of a bf16 engine from those of an fp32 engine."""
     from kvledger.audit.engines.content.sketches import PROJECTIONS
@@ -137,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
     failed |= any(max(numbers, default=APART) > THRESHOLD for numbers in rounding.values())
     failed |= any(min(faults[name], default=0) <= THRESHOLD for name in faults if name not in NOT_SEEN)
     if "--write" in arguments and not names:
-        PAGE.write_text(replace_section(PAGE.read_text(), section(rows, fault_rows, SITUATIONS, THRESHOLD)))
+        put(section(rows, fault_rows, SITUATIONS, THRESHOLD), PAGE, before=NEXT)
     return 1 if failed else 0
 
 

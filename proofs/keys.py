@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import releases
+from benchmarks.page import put
 from proofs.cards import ADAPTER, CONNECTORS, COPIED, COPYING, LMCACHE, OURS, PAGE, PLAIN, ROOT
 from proofs.routed import routers
 from stores import environ, store
@@ -110,11 +111,6 @@ def main() -> None:
         stores[LMCACHE] = card(LMCACHE, ["--options", json.dumps(where)], environ(OURS))
     stores[ADAPTER] = card(ADAPTER, [*COPIED, json.dumps(COPYING)], environ(OURS))
     router = of_router()
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    if not rest:
-        before, _, rest = PAGE.read_text().partition(END)
-        rest = END + rest
-    after = END + rest.partition(END)[2]
     engines = ", ".join(sorted({one["engine"] for one in stores.values()}))
     lines = [
         BEGIN.rstrip(),
@@ -127,8 +123,8 @@ def main() -> None:
     ]
     lines += ["Its KV events:", "", *table(caches, 1), ""]
     lines += [f"Stores of connectors ({engines}):", "", *table(stores), ROUTER]
-    lines += [*table({router["places"][0]: router}), "", ""]
-    PAGE.write_text(before + "\n".join(lines) + after)
+    lines += table({router["places"][0]: router})
+    put("\n".join(lines), PAGE, before=END.rstrip())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.page import put_between
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import processes
 from tests.serving.processes import Engine, Server, Sidecar, free_port
@@ -451,10 +452,7 @@ def write(found: dict[str, Any], shown_by: dict[str, str]) -> None:
         "",
         *_indented(shown_by["dynamo"]),
     ]
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}{after}")
+    put_between(BEGIN, END, ["", *lines], PAGE)
 
 
 def _indented(table: str) -> list[str]:

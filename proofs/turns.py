@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import put_between
 from tests.serving.processes import Engine
 
 from kvledger.audit.analysis.turns import Turn
@@ -362,9 +363,7 @@ def main() -> None:
 
 def write(begin: str, lines: Sequence[str]) -> None:
     """Put lines behind a mark of the page."""
-    page = PAGE.read_text()
-    start = page.index(begin) + len(begin)
-    PAGE.write_text(page[:start] + "\n" + "\n".join(lines) + "\n" + page[page.index(END, start) :])
+    put_between(begin, END, lines, PAGE)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def test_each_half_of_the_page_is_written_without_the_other(tmp_path: Path) -> N
     written = tmp_path / "performance.md"
     written.write_text("# What it costs\n\nold\n")
 
-    page.write_second(section(ROWS), written)
-    page.write_first("# What it costs\n\nnew\n", written)
+    page.put(section(ROWS), written)
+    page.put_first("# What it costs\n\nnew\n", written)
 
     assert f"# What it costs\n\nnew\n\n{section(ROWS)}" == written.read_text()
 
@@ -72,9 +72,9 @@ def test_the_long_run_stands_last_and_is_replaced_alone(tmp_path: Path) -> None:
     written = tmp_path / "performance.md"
     written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")
 
-    page.write_long_run(f"{page.LONG_RUN}\na day\n", written)
-    page.write_second(section(ROWS), written)
-    page.write_long_run(f"{page.LONG_RUN}\nanother day\n", written)
+    page.put(f"{page.LONG_RUN}\na day\n", written)
+    page.put(section(ROWS), written)
+    page.put(f"{page.LONG_RUN}\nanother day\n", written)
 
     expected = f"# What it costs\n\nfirst\n\n{section(ROWS)}\n{page.LONG_RUN}\nanother day\n"
     assert expected == written.read_text()
@@ -84,6 +84,37 @@ def test_a_new_second_half_replaces_the_old_one(tmp_path: Path) -> None:
     written = tmp_path / "performance.md"
     written.write_text(f"# What it costs\n\nfirst\n\n{page.INSTRUCTIONS}\nold\n")
 
-    page.write_second(section(ROWS), written)
+    page.put(section(ROWS), written)
 
     assert f"# What it costs\n\nfirst\n\n{section(ROWS)}" == written.read_text()
+
+
+def test_a_section_ends_at_the_next_heading_of_its_level_or_above(tmp_path: Path) -> None:
+    written = tmp_path / "page.md"
+    written.write_text("# Page\n\n## One\n\n### Part\n\nold\n\n### Kept\n\nkept\n\n## Two\n\ntwo\n")
+
+    page.put("### Part\n\nnew\n", written)
+    assert "# Page\n\n## One\n\n### Part\n\nnew\n\n### Kept\n\nkept\n\n## Two\n\ntwo\n" == written.read_text()
+    page.put("## One\n\nnew\n", written)
+    assert "# Page\n\n## One\n\nnew\n\n## Two\n\ntwo\n" == written.read_text()
+    page.put("## Between\n\nnew\n", written, before="## Two")
+    assert "# Page\n\n## One\n\nnew\n\n## Between\n\nnew\n\n## Two\n\ntwo\n" == written.read_text()
+
+
+@pytest.mark.parametrize("name", ["content", "connectors", "performance", "usage"])
+def test_a_section_that_has_not_changed_leaves_the_page_as_it_is(name: str, tmp_path: Path) -> None:
+    written = tmp_path / "page.md"
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    written.write_text(text)
+    last = f"\n{text}".rpartition("\n## ")[2]
+    page.put(f"## {last}", written)
+
+    assert text == written.read_text()
+
+
+def test_lines_between_two_marks_are_replaced(tmp_path: Path) -> None:
+    written = tmp_path / "page.md"
+    written.write_text("above\n<!-- a -->\nold\n<!-- end -->\nbelow\n")
+
+    page.put_between("<!-- a -->", "<!-- end -->", ["one", "two"], written)
+    assert "above\n<!-- a -->\none\ntwo\n<!-- end -->\nbelow\n" == written.read_text()

@@ -29,7 +29,7 @@ def test_reading_the_page_gives_the_rows_that_were_written(tmp_path: Path) -> No
     lines = [cells(row) for row in (STEADY, CHURN, REPLAY)]
     written = tmp_path / "performance.md"
     written.write_text("")
-    page.write_first(text(lines, "a machine."), written)
+    page.put_first(text(lines, "a machine."), written)
 
     assert lines == page.read_table(written)
 

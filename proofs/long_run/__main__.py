@@ -222,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = section(result, ran_on)
     print(text)
     if arguments.write:
-        page.write_long_run(text)
+        page.put(text)
     return 0 if result.right else 1
 
 

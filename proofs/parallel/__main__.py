@@ -142,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = report.section(lines, arguments.level, page.software())
     print(text)
     if arguments.write:
-        report.write(text)
+        page.put(text, report.PAGE)
     return 1 if any(_problems(name, row) for name, row in rows.items()) else 0
 
 

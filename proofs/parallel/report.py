@@ -171,12 +171,3 @@ def written(path: Path = PAGE) -> list[Line]:
     table = [row for row in text.splitlines() if row.startswith("| ")][1:]  # without the heading
     cells = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table]
     return [row for row in cells if len(row) == len(COLUMNS) and not set(row[0]) <= {"-"}]
-
-
-def write(text: str, path: Path = PAGE) -> None:
-    """Replace the section of the page. It ends at the next heading of its level."""
-    old = path.read_text()
-    before, _, rest = old.partition(HEADING)
-    assert rest or HEADING in old, f"{path} has no {HEADING.strip()!r}"
-    _, mark, after = rest.partition("\n## ")
-    path.write_text(before + text + mark + after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page
 from proofs.parallel import report
 from proofs.parallel.load import ANSWERS, LEFT
 
@@ -67,7 +68,7 @@ def test_the_section_of_the_page_is_replaced_alone(tmp_path: Path) -> None:
     path = tmp_path / "usage.md"
     path.write_text(f"# Page\n\n{report.HEADING}\nold\n\n## One call\n\nkept\n")
 
-    report.write(report.section([report.line(ROW)], "content", "vLLM 0.32.0"), path)
+    page.put(report.section([report.line(ROW)], "content", "vLLM 0.32.0"), path)
 
     before, _, rest = path.read_text().partition(report.HEADING)
     section, _, after = rest.partition("\n## ")
@@ -85,7 +86,7 @@ def test_the_page_keeps_the_lines_of_servers_that_were_not_run(tmp_path: Path) -
     path.write_text(f"# Page\n\n{report.HEADING}\nold\n")
     other = ROW._replace(options="prefill and decode, NixlConnector")
     lines = [report.line(ROW), report.line(other)]
-    report.write(report.section(lines, "content", "vLLM 0.32.0"), path)
+    page.put(report.section(lines, "content", "vLLM 0.32.0"), path)
     assert lines == report.written(path)
 
     again = report.line(other._replace(requests=(9, 9)))
