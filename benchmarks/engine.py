@@ -24,7 +24,7 @@ from benchmarks.scheduler import BY_KEY, FRESH_STEPS, TIMED_STEPS, Progress, obs
 from benchmarks.stats import Estimate, estimate, typical_ratio
 from benchmarks.validity import require_complete
 
-from kvledger.audit.demo.engine import EXECUTOR
+from kvledger.audit.demo.engine import tiny_engine
 from kvledger.audit.demo.model import MAX_POSITIONS, VOCABULARY_TOKENS, config, write_model
 from kvledger.audit.journal.recorder import WRITE_SECONDS
 
@@ -176,24 +176,13 @@ def turns(engines: Sequence[Serving], blocks: int, folder: Path) -> tuple[float,
 
 def start_engine(folder: Path, changes: Mapping[str, Any] | None = None) -> Any:
     """The engine of the demo's model; with ``changes`` to its configuration, its weights are random."""
-    from vllm import LLM, ModelRegistry
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    # vLLM would inspect a class given by name in another process, which imports vLLM a second time.
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     model = write_model(folder / "model", 0)
     if changes:
         (model / "config.json").write_text(json.dumps({**config(), **changes}))
-    return LLM(
-        model=str(model),
+    return tiny_engine(
+        model,
         load_format="dummy" if changes else "auto",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        seed=0,
-        enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
         disable_log_stats=False,
-        block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=REQUESTS * MAX_POSITIONS // BLOCK_TOKENS + 1,
         max_model_len=MAX_POSITIONS,
         max_num_seqs=REQUESTS,

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from tests.serving.processes import Engine
 
+from kvledger.audit.demo.engine import EXECUTOR, tiny_engine
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
 from kvledger.audit.demo.process import settle_environment
 from kvledger.audit.engines.step_log import StepLog
@@ -164,17 +165,10 @@ class Clock:
 def run_engine(folder: Path, arguments: argparse.Namespace) -> None:
     """Run the engine in this process; its journal goes to KVLEDGER_DIR."""
     settle_environment(in_process=True)
-    from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+    from vllm import SamplingParams
 
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
-    llm: Any = LLM(
-        model=str(write_model(folder / "model", 0)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        enable_prefix_caching=True,
+    llm = tiny_engine(
+        write_model(folder / "model", 0),
         max_model_len=SEQUENCE_TOKENS,
         max_num_seqs=RUNNING,
         scheduler_reserve_full_isl=False,  # so that prompts are preempted too
@@ -224,7 +218,7 @@ class HttpEngine(Engine):
             "dtype": "float32",
             "max_model_len": SEQUENCE_TOKENS,
             "max_num_seqs": RUNNING,
-            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            "distributed_executor_backend": EXECUTOR,
             "host": "127.0.0.1",
             "port": self.port,
             "skip_tokenizer_init": True,

@@ -36,25 +36,20 @@ OFFLOADING = {
 def serve(folder: Path, store: bool) -> None:
     """Serve all sessions in this process, which writes a journal in ``folder``."""
     from kvledger.audit.demo import model
-    from kvledger.audit.demo.engine import EXECUTOR
+    from kvledger.audit.demo.engine import tiny_engine
     from kvledger.audit.demo.process import settle_environment
 
     settle_environment(in_process=True)
     os.environ.update(KVLEDGER_DIR=str(folder / "journal"), KVLEDGER_LEVEL="blocks")
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.config import KVTransferConfig
 
     model.LAYERS, model.HIDDEN, model.INTERMEDIATE = 8, 512, 2048  # so that a step computes for long
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=OFFLOADING
     )
-    llm = LLM(
-        model=str(model.write_model(folder / "model", 0)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
-        block_size=BLOCK,
+    llm = tiny_engine(
+        model.write_model(folder / "model", 0),
         num_gpu_blocks_override=POOL_BLOCKS,
         max_model_len=512,
         max_num_seqs=4,

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from kvledger.audit.analysis.whatif import TRUSTED_POINTS, Options, WhatIf
+from kvledger.audit.demo.engine import tiny_engine
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
 from kvledger.audit.demo.process import output_to, settle_environment
 from kvledger.exporters.reports.whatif import study
 
-BLOCK_TOKENS = 32
 RUNNING = 4
 SEQUENCE_TOKENS = 512
 STEPS_BETWEEN_REQUESTS = 8
@@ -63,18 +62,10 @@ def conversations(requests: int, seed: int) -> list[Prompt]:
 def run_engine(folder: Path, blocks: int, prompts: list[Prompt]) -> None:
     """Run the engine in this process; its journal goes to KVLEDGER_DIR."""
     settle_environment(in_process=True)
-    from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+    from vllm import SamplingParams
 
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
-    llm: Any = LLM(
-        model=str(write_model(folder / f"model-{blocks}", 0)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        enable_prefix_caching=True,
-        block_size=BLOCK_TOKENS,
+    llm = tiny_engine(
+        write_model(folder / f"model-{blocks}", 0),
         num_gpu_blocks_override=blocks + 1,  # one is the null block
         max_model_len=SEQUENCE_TOKENS,
         max_num_seqs=RUNNING,

@@ -41,26 +41,35 @@ EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The worker inside EngineCore. The CPU platform would replace the short name "uni" by a process."""
 
 
-def start_engine(folder: Path, seed: int) -> Any:
-    """Start a real engine on the CPU, with too few blocks and a connector that saves under `folder`."""
+def tiny_engine(model: Path, **settings: Any) -> Any:
+    """A real engine on the CPU for a model of `model.py`, with these arguments of vLLM's LLM besides."""
     from vllm import LLM, ModelRegistry
-    from vllm.config import KVTransferConfig
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
     # vLLM inspects a class that it knows only by name in another process, which imports vLLM again.
     ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+    usual: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "seed": 0,
+        "enforce_eager": True,
+        "distributed_executor_backend": EXECUTOR,
+        "enable_prefix_caching": True,
+        "block_size": workload.BLOCK_TOKENS,
+    }
+    return LLM(model=str(model), **(usual | settings))
+
+
+def start_engine(folder: Path, seed: int) -> Any:
+    """Start a real engine on the CPU, with too few blocks and a connector that saves under `folder`."""
+    from vllm.config import KVTransferConfig
+
     store = folder / "store"
     store.mkdir()
-    return LLM(
-        model=str(write_model(folder / "model", seed)),
-        skip_tokenizer_init=True,
-        dtype="float32",
+    return tiny_engine(
+        write_model(folder / "model", seed),
         seed=seed,
-        enforce_eager=True,
-        distributed_executor_backend=EXECUTOR,
         disable_log_stats=False,
-        enable_prefix_caching=True,
-        block_size=workload.BLOCK_TOKENS,
         num_gpu_blocks_override=workload.BLOCKS,
         max_model_len=workload.SEQUENCE_TOKENS,
         max_num_seqs=workload.RUNNING_REQUESTS,

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from tests.demo.forked import main
 
-from kvledger.audit.demo.engine import EXECUTOR
+from kvledger.audit.demo.engine import EXECUTOR, tiny_engine
 from kvledger.audit.demo.model import write_model
 from kvledger.audit.events import EngineStarted
 
@@ -59,19 +59,12 @@ def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
 
 def start(folder: Path, name: str, executor: str = EXECUTOR) -> Any:
     """Start a real engine with too few blocks for its requests, so that it preempts."""
-    from vllm import LLM, ModelRegistry
     from vllm.config import KVTransferConfig
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
     connector, extra = options(name, folder)
-    return LLM(
-        model=str(write_model(folder / f"{name}.model", 0)),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
+    return tiny_engine(
+        write_model(folder / f"{name}.model", 0),
         distributed_executor_backend=executor,
-        block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=9,
         max_model_len=224,
         disable_log_stats=False,  # without statistics vLLM does not ask for tiers

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.engines.content_models import model_folder, write_adapter
 
-EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+from kvledger.audit.demo.engine import tiny_engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -104,27 +104,9 @@ SITUATIONS = {
 
 def engine(folder: Path, *, model: str = "qwen3", **options: Any) -> Any:
     """A small engine with too few blocks, so that requests are preempted and prompts run in chunks."""
-    from vllm import LLM
-
-    settings: dict[str, Any] = {
-        "block_size": 32,
-        "num_gpu_blocks_override": 24,
-        "scheduler_reserve_full_isl": False,
-        "distributed_executor_backend": EXECUTOR,
-        "dtype": "float32",
-    }
-    return LLM(
-        model=str(model_folder(model, folder)),
-        skip_tokenizer_init=True,
-        seed=0,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        max_model_len=256,
-        max_num_seqs=6,
-        max_num_batched_tokens=96,
-        **(settings | options),
-    )
+    few = {"num_gpu_blocks_override": 24, "scheduler_reserve_full_isl": False, "max_model_len": 256}
+    few |= {"max_num_seqs": 6, "max_num_batched_tokens": 96}
+    return tiny_engine(model_folder(model, folder), **(few | options))
 
 
 def prompts(count: int = 40) -> list[list[int]]:
