@@ -490,9 +490,7 @@ def blocks(paths: list[Path] = opt.BLOCK_PATHS, format: str = opt.TABLE, read: R
 
 @command(opt.SETUP, "journals /var/lib/kvledger", "journals /var/lib/kvledger --audit")
 def journals(
-    paths: list[Path] = opt.journals(
-        "PATH", "Journals, folders of journals, or single segments.", envvar="KVLEDGER_DIR"
-    ),
+    paths: list[Path] = opt.PATHS,
     audit: bool = option("--audit", "Replay the journals and print their verdicts."),
     format: str = opt.TABLE,
     read: Reading = JOBS,
@@ -627,8 +625,9 @@ def incident(
     at: str = option("--at TIME", "When the alarm came. Default: now."),
     since: str = option("--since TIME", "When it began: an ISO time, or an age before --at.", "30m"),
     against: str = option(
-        "--against before|yesterday|PATH",
-        "What to compare with: the day before, the same time yesterday, or other journals.",
+        "--against before|yesterday|SPAN|PATH",
+        "What to compare with: the day before, the same time yesterday, a span such as 15m before, or other "
+        "journals.",
         "before",
     ),
     verbose: bool = option("--verbose -v", "Print all causes, and figures that did not change."),
@@ -898,9 +897,7 @@ def record_events(
     "serve /var/lib/kvledger --check-config",
 )
 def serve(
-    path: Path = opt.journals(
-        "PATH", "A journal, a folder of journals, or a folder with one for each host.", envvar="KVLEDGER_DIR"
-    ),
+    path: Path = opt.journals("PATH", "A journal, a folder of journals, or a folder with one for each host."),
     address: str = setting("--web.listen-address HOST:PORT", "Where to listen.", "127.0.0.1:9464"),
     config: Path | None = setting(
         "--web.config.file FILE",

@@ -182,7 +182,12 @@ def argument(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
 
 
 def journals(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
-    """An argument whose paths may be short names of journals, as ``kvledger journals`` prints them."""
+    """An argument whose paths may be short names of journals, as ``kvledger journals`` prints them.
+
+    With a single name of what it takes, it is ``KVLEDGER_DIR`` where it is not given.
+    """
+    if metavar in ("PATH", "PATHS"):
+        more = {"envvar": "KVLEDGER_DIR", "show_envvar": False} | more
     return argument(metavar, help, default, callback=_named, **more)
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ..ledger.account import Account
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_RELATIVE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+_PART = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_DAYS = {"today": 0, "yesterday": 1}
+_CLOCK = re.compile(r"(?:(today|yesterday) ?)?(?:(\d{1,2}):(\d{2})(?::(\d{2}))?)?")
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -109,15 +112,22 @@ def last_start(path: Path) -> EngineStarted | None:
 
 
 def duration(words: str) -> float:
-    """Seconds of ``15s``, ``90m``, ``6h`` or ``2d``. Raises :class:`LedgerError` for anything else."""
-    found = _RELATIVE.fullmatch(words.strip())
-    if found is None or float(found[1]) == 0:
-        raise LedgerError(f"{words!r} is no time such as 15s, 90m, 6h or 2d.")
-    return float(found[1]) * UNITS[found[2]]
+    """Seconds of ``15s``, ``90m``, ``2h30m`` or ``2d``. Raises :class:`LedgerError` for anything else."""
+    seconds = seconds_of(words.strip())
+    if not seconds:
+        raise LedgerError(f"{words!r} is no time such as 15s, 90m, 2h30m or 2d.")
+    return seconds
+
+
+def seconds_of(words: str) -> float | None:
+    """The same; None for anything else."""
+    if _SPAN.fullmatch(words) is None:
+        return None
+    return sum(float(number) * UNITS[unit] for number, unit in _PART.findall(words))
 
 
 def window(since: str = "", until: str = "", now: float | None = None) -> Window:
-    """Parse the window that a user typed: ISO times, or ``15m`` for 15 minutes before now.
+    """Parse the window that a user typed: ISO times, ``15:12``, ``yesterday``, or ``15m`` before now.
 
     A time without a zone is in this machine's zone. Hours before now begin at a whole minute, for which kept
     rows have the time of engine steps, and days at a whole hour, of which sums are kept. Raises
@@ -134,15 +144,27 @@ def instant(words: str, now: float) -> float | None:
     """The Unix time that a user typed; None for no words. Raises :class:`LedgerError`."""
     if not words:
         return None
-    relative = _RELATIVE.fullmatch(words)
-    if relative:
-        instant = now - float(relative[1]) * UNITS[relative[2]]
-        whole = {"h": 60, "d": 3600}.get(relative[2])
-        return instant // whole * whole if whole else instant
+    span = seconds_of(words)
+    if span is not None:
+        whole = {"h": 60, "d": 3600}.get(words[-1])
+        return (now - span) // whole * whole if whole else now - span
+    clock = _CLOCK.fullmatch(words)
     try:
+        if clock is not None:
+            return _on_a_day(clock, now)
         # Python 3.10 does not know the Z of ISO 8601.
         return datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", words)).timestamp()
     except (ValueError, OverflowError, OSError):
         raise LedgerError(
-            f"{words!r} is no time: write 2026-01-31T12:00:00+00:00, 2026-01-31, or 90s, 15m, 2h, 1d ago."
+            f"{words!r} is no time: write 2026-01-31T12:00:00+00:00, 2026-01-31, 15:12, yesterday 15:12, or "
+            "90s, 15m, 2h30m, 1d ago."
         ) from None
+
+
+def _on_a_day(clock: re.Match[str], now: float) -> float:
+    """A time of this machine's clock, or a midnight; without a day the last such time before ``now``."""
+    day, hour, minute, second = clock.groups()
+    today = datetime.fromtimestamp(now)
+    at = today.replace(hour=int(hour or 0), minute=int(minute or 0), second=int(second or 0), microsecond=0)
+    back = _DAYS[day] if day else int(at > today)
+    return (at - timedelta(days=back)).timestamp()

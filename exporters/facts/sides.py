@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,9 +35,10 @@ TENANT, ADAPTER, PRIORITY = "tenant", "adapter", "priority"
 class Side(msgspec.Struct, kw_only=True):
     """What the requests that ended in a time, and the engines that served them, amount to.
 
-    ``seconds``: from the first end of a request to the last; None: not known. ``labels``: figures by kind of
-    label, then by its value. ``by_engine``: requests by tenant and journal. ``findings``: number of findings
-    by invariant. ``started``: engines that started in the window. ``resets``: of prefix caches.
+    ``seconds``: in which engines ran, each from the first end of a request to its last; None: not known.
+    ``labels``: figures by kind of label, then by its value. ``by_engine``: requests by tenant and journal.
+    ``findings``: number of findings by invariant. ``started``: engines that started in the window.
+    ``resets``: of prefix caches.
     """
 
     audit: Audit
@@ -161,15 +162,25 @@ def _started(audit: EngineAudit, window: Window) -> bool:
 
 
 def _times(facts: Facts) -> tuple[float | None, int, float | None]:
-    """Seconds from the first end to the last, resets, and the 95th percentile of the time to first token."""
+    """Seconds in which engines ran, resets, and the 95th percentile of the time to first token."""
     [(resets,)] = facts.rows("SELECT coalesce(sum(resets), 0) FROM activity")
     if facts.gone:
         return None, int(resets), None
-    [(seconds, first_token)] = facts.rows(
-        "SELECT (epoch_us(max(closed_time)) - epoch_us(min(closed_time))) / 1e6, "
-        "quantile_disc(first_token_microseconds / 1e6, 0.95) FROM requests"
+    [(first_token,)] = facts.rows("SELECT quantile_disc(first_token_microseconds / 1e6, 0.95) FROM requests")
+    spans = facts.rows(
+        "SELECT epoch_us(min(closed_time)), epoch_us(max(closed_time)) FROM requests "
+        "WHERE closed_time IS NOT NULL GROUP BY journal ORDER BY 1"
     )
-    return seconds, int(resets), first_token
+    return _together(spans), int(resets), first_token
+
+
+def _together(spans: Iterable[tuple[int, int]]) -> float | None:
+    """Seconds that spans in microseconds cover, in the order of their beginnings; None without a span."""
+    covered, until = 0, None
+    for begin, end in spans:
+        covered += max(0, end - (begin if until is None else max(begin, until)))
+        until = end if until is None else max(until, end)
+    return None if until is None else covered / 1e6
 
 
 def _tenant(facts: Facts) -> str:

@@ -21,7 +21,7 @@ from ...audit.causes import MISSES
 from ...audit.checks.registry import catalogue
 from ...audit.errors import LedgerError
 from ...audit.replay.parallel import Run, here
-from ...audit.replay.windows import EVERYTHING, Window, instant, window
+from ...audit.replay.windows import EVERYTHING, Window, instant, seconds_of, window
 from ...audit.text import utc
 from ..answer import DIM, Answer, Words, counted, listed, percent, records
 from ..answer import milliseconds as shown
@@ -77,9 +77,8 @@ def incident(
     """Compare the requests that ended from ``since`` to ``at`` with those of the time that ``against`` names.
 
     Times are as :func:`~kvledger.audit.replay.windows.window` takes them; an age counts from ``at``.
-    ``against`` is ``before`` (the day before ``since``), ``yesterday`` (the same time a day before), or a
-    path.
-    Raises LedgerError.
+    ``against`` is ``before`` (the day before ``since``), ``yesterday`` (the same time a day before), a span
+    such as ``15m`` before ``since``, or a path. Raises LedgerError.
     """
     now = time.time()
     until = instant(at, now)
@@ -125,19 +124,22 @@ def incident(
 def _sides(paths: Sequence[Path], then: Window, against: str, now: float, run: Run) -> tuple[Side, Side]:
     """The side that ``against`` names, and that of the incident."""
     assert then.since is not None
-    if against not in (BEFORE, YESTERDAY):
+    span = seconds_of(against)
+    if against not in (BEFORE, YESTERDAY) and span is None:
         (before,), (after,) = sides_at([Path(against)], [EVERYTHING], run), sides_at(paths, [then], run)
         return before, after
     until = then.since
     if against == YESTERDAY:
         until = min((now if then.until is None else then.until) - DAY, then.since)
-    before, after = sides_at(paths, [Window(then.since - DAY, until), then], run)
+    before, after = sides_at(paths, [Window(then.since - (span or DAY), until), then], run)
     return before, after
 
 
 def _when(against: str, then: Window) -> str:
     if against == BEFORE:
         return f"in the day before {utc(then.since or 0.0)}"
+    if seconds_of(against):
+        return f"in the {against} before {utc(then.since or 0.0)}"
     return "at the same time yesterday" if against == YESTERDAY else f"in {against}"
 
 
@@ -242,11 +244,12 @@ def _sentences(found: Incident, verbose: bool) -> Iterator[str]:
 def _compared(found: Incident) -> str:
     before, after = found.requests
     until = "now" if found.until is None else utc(found.until)
-    with_what = {
-        BEFORE: f"the day before: {counted(before, 'request')}",
-        YESTERDAY: f"the same time yesterday: {counted(before, 'request')}",
-    }.get(found.against, f"{found.against}: {counted(before, 'request')}")
-    return f"{utc(found.since or 0.0)} to {until}: {counted(after, 'request')}. Compared with {with_what}."
+    span = f"the {found.against} before" if seconds_of(found.against) else found.against
+    what = {BEFORE: "the day before", YESTERDAY: "the same time yesterday"}.get(found.against, span)
+    return (
+        f"{utc(found.since or 0.0)} to {until}: {counted(after, 'request')}. Compared with {what}: "
+        f"{counted(before, 'request')}."
+    )
 
 
 LEAST_REQUESTS = 20

@@ -898,3 +898,14 @@ def test_a_drift_fails_only_an_audit_that_asks_for_it(
     )
 
     assert code == run("audit", journal, "--fail-on", fail_on).code
+
+
+def test_a_command_without_a_path_reads_the_folder_of_the_variable(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    journals.clean(tmp_path / "engine-0")
+    assert "write kvledger audit PATH..." in run("audit").sentence
+    monkeypatch.setenv("KVLEDGER_DIR", str(tmp_path))
+    for words in (("audit",), ("journals",), ("show", "request-0")):
+        assert 0 == run(*words).code, words
+    assert "write kvledger diff BEFORE AFTER" in run("diff").sentence

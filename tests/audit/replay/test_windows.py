@@ -24,7 +24,7 @@ from kvledger.audit.events import (
     SnapshotRow,
 )
 from kvledger.audit.replay.journals import audit_paths
-from kvledger.audit.replay.windows import Window, window
+from kvledger.audit.replay.windows import Window, instant, window
 
 BEGAN = journals.STARTED.began_seconds
 TWO = "a.A0+0 a.s40 a.o+ a.F b.A16+0 b.s8 b.o+ b.F"
@@ -56,7 +56,30 @@ def test_iso_times_may_have_a_time_zone(words: str) -> None:
     assert Window(noon, None) == window(words)
 
 
-@pytest.mark.parametrize("words", ["yesterday", "15 m", "-3m", "99999-01-01"])
+NOON = datetime(2026, 3, 4, 12).timestamp()
+"""In the zone of this machine."""
+
+
+@pytest.mark.parametrize(
+    ("words", "hours"),
+    [
+        ("11:30", -0.5),
+        ("13:30", -22.5),
+        ("12:00:01", 1 / 3600 - 24),
+        ("yesterday", -36),
+        ("today", -12),
+        ("yesterday 15:12", 3.2 - 24),
+        ("today 15:12", 3.2),
+        ("2h30m", -2.5),
+    ],
+)
+def test_a_time_may_be_one_of_the_clock(words: str, hours: float) -> None:
+    assert pytest.approx(NOON + 3600 * hours) == instant(words, NOON)
+
+
+@pytest.mark.parametrize(
+    "words", ["tomorrow", "25:00", "12:61", "15 m", "-3m", "99999-01-01", "m", "yesterday15"]
+)
 def test_a_time_in_another_format_is_refused(words: str) -> None:
     with pytest.raises(LedgerError, match="is no time: write 2026"):
         window(words)

@@ -70,3 +70,22 @@ def test_two_windows_that_are_read_at_once_are_those_that_are_read_alone(tmp_pat
 
     assert alone == [said(side) for side in sides_at([folder], windows, here)]
     assert ["unknown", "violated", "violated"] == [verdict for verdict, *_ in alone]
+
+
+def test_the_time_between_two_engines_is_no_time_in_which_engines_ran(tmp_path: Path) -> None:
+    """Each runs as long as the other; they run at once, after each other, and with a day between."""
+    stream: list[Event] = [
+        replace(each, at=each.at + 1_000_000 * number)
+        for number in range(11)
+        for each in events(100, "A0+0 s100 o+ F", request=number)
+    ]
+    found = []
+    for later in (0.0, 5.0, 86_400.0):
+        folder = tmp_path / str(later)
+        for name, wall in (("engine-0", 0.0), ("engine-1", later)):
+            journals.write(folder / name, stream, wall_seconds=journals.STARTED.wall_seconds + wall)
+        (side,) = sides_at([folder], [EVERYTHING], here)
+        assert 22 == side.of("requests")
+        found.append(side.seconds)
+
+    assert pytest.approx([10.0, 15.0, 20.0], abs=0.1) == found

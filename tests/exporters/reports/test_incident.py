@@ -267,6 +267,15 @@ def test_the_time_before_may_be_yesterday_or_another_folder(
     assert "There is nothing to compare with" in capsys.readouterr().err
 
 
+def test_the_time_before_may_be_a_span(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recorded(PLANTED["prefix broken by a timestamp"])
+    at = ("--at", "2026-01-01T00:01:05Z", "--since", "20s")
+
+    assert 0 == exit_code("incident", folder, *at, "--against", "15s")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Prompts no longer hit" in shown and "Compared with the 15s before: " in shown
+
+
 def test_an_age_counts_from_the_time_of_the_alarm(tmp_path: Path) -> None:
     planted = PLANTED["prefix broken by a timestamp"]
     found = incident([recorded(planted)], at="2026-01-01T00:01:05Z", since="20s")
