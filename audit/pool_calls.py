@@ -1,7 +1,7 @@
 """One event for one call of a block pool. No engine emits them; readers make them.
 
 Engines emit all pool calls of a step as one :class:`~kvledger.audit.events.PoolCalls`, and
-``ledger/blocks/split_calls.py`` splits it into these events, which the ledger of blocks posts. Journals of
+``ledger/blocks/pool.py`` splits it into these events, which the ledger of blocks posts. Journals of
 schema 1 hold them as they are, so tags and fields stay. Never emit an event of this file.
 """
 

@@ -18,7 +18,7 @@ from ..bounded_tables import keep_newest
 from ..ledger.blocks import contents
 from ..ledger.blocks.contents import Change as PoolChange
 from ..ledger.blocks.contents import is_named
-from ..ledger.blocks.postings import pool_of
+from ..ledger.blocks.ledger import pool_of
 from ..ledger.kv_events import CLEARED, STORED, CacheChanges, Change
 from .group_boundaries import Group, Groups, groups_of
 

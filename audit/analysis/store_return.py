@@ -17,8 +17,8 @@ from .. import events as ev
 from ..figures.sums import Sums, add_tokens
 from ..ledger.account import Account, Life
 from ..ledger.blocks.contents import ALLOCATED, CACHED, EVICTED, LOST, MOVED, RESET, Change, Ids
+from ..ledger.blocks.ledger import pool_of
 from ..ledger.blocks.pool import Pool
-from ..ledger.blocks.postings import pool_of
 from .costs import PREFILL, Loads, seconds, total
 from .step_model import StepModel
 

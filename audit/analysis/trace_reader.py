@@ -17,7 +17,7 @@ from .. import events as ev
 from ..ledger.blocks import contents
 from ..ledger.blocks.contents import CONTENT_EVENTS, is_named
 from ..ledger.blocks.contents import Change as PoolChange
-from ..ledger.blocks.postings import pool_of
+from ..ledger.blocks.ledger import pool_of
 from ..text import salt_name, session_of
 from .block_trace import (
     ADMIT,

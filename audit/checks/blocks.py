@@ -9,20 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..causes import NEVER_LOADED, NOT_PLANNED
-from ..ledger.blocks.entries import (
-    BlockComparison,
-    CachedContent,
-    Collision,
-    ForeignHit,
-    ForeignLoad,
-    Leak,
-    PoolComparison,
-    ReadInvalid,
-    SharedWrite,
-    StrayFree,
-    UncommittedHit,
-    Uncovered,
-)
 from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
 from ..ledger.blocks.pool import DEFERRED
 from ..ledger.blocks.reads import (
@@ -39,7 +25,21 @@ from ..ledger.blocks.reads import (
     UNFILLED,
     WITHDRAWN,
 )
-from ..ledger.entries import Entry
+from ..ledger.entries import (
+    BlockComparison,
+    CachedContent,
+    Collision,
+    Entry,
+    ForeignHit,
+    ForeignLoad,
+    Leak,
+    PoolComparison,
+    ReadInvalid,
+    SharedWrite,
+    StrayFree,
+    UncommittedHit,
+    Uncovered,
+)
 from .registry import (
     EVICT_BLOCKS,
     LMCACHE_2880,

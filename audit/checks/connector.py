@@ -15,7 +15,7 @@ from ..ledger.entries import (
     Unpromised,
     Unsaved,
 )
-from ..ledger.load_postings import OVERDUE_SECONDS
+from ..ledger.lives import OVERDUE_SECONDS
 from .registry import (
     LMCACHE_1361,
     LMCACHE_1969,

@@ -1,6 +1,6 @@
 """The checks on the encoder cache: its free space, and the outputs that requests read.
 
-Their subjects come from :mod:`kvledger.audit.ledger.encoder_postings`.
+Their subjects come from :mod:`kvledger.audit.ledger.encoder`.
 """
 
 from __future__ import annotations

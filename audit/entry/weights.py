@@ -6,8 +6,7 @@ from typing import Any
 
 from ..engines.weights_watch import mark_weights
 from ..ledger.account import Account
-from ..ledger.weights import Weights
-from ..ledger.weights_of_requests import WeightsUsed, weights_used
+from ..ledger.weights import Weights, WeightsUsed, weights_used
 
 __all__ = ["WeightsOfRequest", "mark_weights", "weights_of_request"]
 

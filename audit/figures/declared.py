@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from .. import causes
 from ..causes import BEGAN_BEFORE
 from ..ledger.account import Account
-from ..ledger.weights_of_requests import outputs_of, suspect_of
+from ..ledger.weights import outputs_of, suspect_of
 from .figure import MICROSECONDS, Counter, Figure, Histogram, Item, Known, Settled, Slot, Unknown, Whole
 
 OTHER = "other"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,8 +18,6 @@ from .. import causes
 from ..causes import TIER_UNKNOWN, UNKNOWN
 from ..events import RequestLabels
 from ..figures.sums import merge_tokens
-from .encoder_cache import EncoderInput
-from .weights import Made, Sampled
 
 # --- statements ----------------------------------------------------------------------------------------
 #
@@ -115,6 +113,20 @@ class AccountStatement(msgspec.Struct, frozen=True):
     def settled(self) -> Settlement | None:
         """The first (for all but sessions: the only) settlement."""
         return self.settlements[0] if self.settlements else None
+
+
+class EncoderInput(NamedTuple):
+    """One encoder input of a request: identity, first position, positions, and embeddings."""
+
+    identity: int
+    start: int
+    positions: int
+    embeddings: int
+
+    @property
+    def end(self) -> int:
+        """The first position behind the input."""
+        return self.start + self.positions
 
 
 class CachedRange(NamedTuple):
@@ -387,6 +399,16 @@ class Losses(msgspec.Struct, eq=False):
 #
 # Both are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen.
 # The account that holds the lives is in ``account.py``, and the posting functions write them.
+
+
+Made: TypeAlias = tuple[int, int, int]
+"""Positions from the first number up to the next item of a list: the stage in which their KV was computed,
+and the oldest stage in their chain."""
+
+Sampled: TypeAlias = tuple[int, int, int, int, int]
+"""Tokens from a position up to the next item of a list: the stage of the steps that sampled them, the
+oldest stage in the chain of the KV that the steps read, how many changes lie between (-1: not known), and the
+version of the steps."""
 
 
 class InFlight(msgspec.Struct, eq=False):

@@ -24,7 +24,7 @@ from .accounts import (
 )
 from .entries import Entry, Livelocked, Misqueued, Stalled, StoodStill
 from .ledger_state import LedgerState
-from .load_postings import enter_overdue
+from .lives import enter_overdue
 from .weights import UNKNOWN
 from .weights_postings import take_versions
 

@@ -27,12 +27,11 @@ from .accounts import (
 )
 from .blocks.ledger import BlockLedger
 from .content_postings import CONTENTS, CUSTODY, RECOMPUTED, compare_hashed, follow_waiting
-from .encoder_postings import ENCODER
+from .encoder import ENCODER
 from .engine_postings import OBSERVATION, forget
 from .entries import Entry
 from .ledger_state import Counted, LedgerState, Watch
-from .life_postings import LIVES, withdraw_hit
-from .load_postings import LOADS
+from .lives import LIVES, LOADS, withdraw_hit
 from .steps import STEPS
 from .weights_postings import WEIGHTS, admitted, loaded, step_runs
 

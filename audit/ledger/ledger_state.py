@@ -20,7 +20,6 @@ from .account import Account
 from .blocks.ledger import BlockLedger
 from .blocks.reads import EVERY, lacking
 from .clocks import QueueClock, StepClock
-from .encoder_cache import EncoderCache
 from .entries import Entry
 from .transfers import WorkerTransfers
 from .weights import Weights
@@ -231,6 +230,42 @@ class SketchState(msgspec.Struct):
         if (name, projections) != (self.key_name, self.projections):
             self.key_name, self.projections = name, projections
             self.forget()
+
+
+# --- encoder cache ---------------------------------------------------------------------------------------
+
+
+class EncoderCache(msgspec.Struct):
+    """The encoder cache of one engine, by identity of the input. Sizes are embeddings."""
+
+    size: int = -1
+    """The size of the cache; -1: not known."""
+    shared: bool = True
+    """Whether outputs stay for later requests."""
+    loads: bool = False
+    """Whether a connector may load outputs."""
+    entries: dict[int, int] = {}
+    """Embeddings of each cached output; -1: not known."""
+    at_workers: dict[int, None] = {}
+    """The outputs that workers have, or may have."""
+    readers: dict[int, dict[int, None]] = {}
+    """Numbers of the requests that have read an output, by identity."""
+    budget_differs: bool = False
+    """Whether the engine's count of free embeddings differed when it was last seen."""
+
+    def forget(self) -> None:
+        """Events were lost: what the cache holds is not known until the next segment."""
+        self.size = -1
+        self.clear()
+
+    def clear(self) -> None:
+        """The cache is empty."""
+        self.entries, self.at_workers, self.readers = {}, {}, {}
+
+    def used(self) -> int | None:
+        """Embeddings of all entries; None: not known."""
+        sizes = self.entries.values()
+        return None if -1 in sizes else sum(sizes)
 
 
 # --- transfer fingerprint state ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Postings of scheduled steps and their output: the hot loop of a replay.
 
-Work is counted when its output is delivered (``work.py``), because only then is it known which
+Work is counted when its output is delivered (``accounts.py``), because only then is it known which
 tokens were rejected; until then the tokens are in flight. At any instant, scheduled = first prompt + first
 output + rework + rejected + overrun + in flight.
 """
@@ -14,11 +14,16 @@ from .. import events as ev
 from ..causes import LOAD_FAILED, PAST_STOP
 from .account import Account, InFlight, Life
 from .accounts import (
+    NO_DRAFTS,
     account_of,
     activate,
     add_line,
     begin_life,
+    count_drafts,
+    drafts_counted,
     enter_computed,
+    execute,
+    execute_invalid,
     find_account,
     is_steady,
     make_steady,
@@ -28,9 +33,8 @@ from .accounts import (
 from .clocks import PREFILL_PLACE, UNIT, first_token, prefill_parts, share
 from .entries import Entry, SampledTwice, StaleRejection, TokensMissing
 from .ledger_state import LedgerState, ScheduledRow
-from .load_postings import note_unanswered, resolve
-from .weights_of_requests import note_output
-from .work import NO_DRAFTS, count_drafts, drafts_counted, execute, execute_invalid
+from .lives import note_unanswered, resolve
+from .weights import note_output
 
 
 def _stepped(state: LedgerState, event: ev.Stepped) -> None:

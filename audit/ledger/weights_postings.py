@@ -11,14 +11,29 @@ from .. import causes
 from .. import events as ev
 from ..bounded_tables import keep_newest
 from ..figures.sums import add_tokens
-from .account import Account, Life
+from .account import Account, Life, Sampled
 from .accounts import activate_all, add_line, enter
-from .blocks import weights_of_blocks
-from .blocks.weights_of_blocks import HitWeights
+from .blocks import reads
+from .blocks.reads import HitWeights
 from .entries import Entry, OlderOutputs, OutputsMislabelled, ResetRefused, StaleKV, WorkersDiffer
 from .ledger_state import LedgerState
-from .weights import BEFORE, MODEL, STAGES, UNKNOWN, Sampled, Weights, extend, spans, version_words
-from .weights_of_requests import adapter_of, age_outputs, count, is_suspect, oldest_of, outputs, weights_of
+from .weights import (
+    BEFORE,
+    MODEL,
+    STAGES,
+    UNKNOWN,
+    Weights,
+    adapter_of,
+    age_outputs,
+    count,
+    extend,
+    is_suspect,
+    oldest_of,
+    outputs,
+    spans,
+    version_words,
+    weights_of,
+)
 
 # --- weights of workers --------------------------------------------------------------------------------
 #
@@ -227,7 +242,7 @@ def admitted(state: LedgerState, event: ev.Admitted) -> None:
     if account is None or life is None:
         return
     now, local = weights.of(adapter_of(account)), max(0, event.local_tokens)
-    found = weights_of_blocks.hits(state.blocks, event.request, local)
+    found = reads.hits(state.blocks, event.request, local)
     made, rows = found if found is not None else ([(0, UNKNOWN, UNKNOWN)], [])
     cached = min(weights.cached_since, now)
     is_current = weights.age(adapter_of(account), now, cached) == 0
@@ -254,7 +269,7 @@ def loaded(state: LedgerState, account: Account) -> None:
     start, now = max(0, life.local), state.weights.of(adapter_of(account))
     if all(oldest != UNKNOWN for *_, oldest in spans(life.made, start, end)):
         return  # the life began before the first change
-    for first, version, oldest in weights_of_blocks.loads(state.blocks, account.request, start, end):
+    for first, version, oldest in reads.loads(state.blocks, account.request, start, end):
         extend(life.made, first, version, oldest)
     _judge(state, account, life, LOAD, (start, end), ())
     extend(life.made, end, now, now)

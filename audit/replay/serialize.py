@@ -37,6 +37,7 @@ from ..journal.reader import Position
 from ..ledger.account import (
     Account,
     CachedRange,
+    EncoderInput,
     GroupBlock,
     InFlight,
     Life,
@@ -48,7 +49,6 @@ from ..ledger.account import (
 )
 from ..ledger.blocks.ledger import BlockLedger
 from ..ledger.blocks.pool import Absent, LifeLacks, Pool
-from ..ledger.encoder_cache import EncoderInput
 from ..ledger.kv_events import Change, KVComparison, KVEvent, NotAnnounced, NotInCache, StreamGap
 from ..ledger.ledger import Ledger
 from ..ledger.transfers import Promise, WorkerTransfers

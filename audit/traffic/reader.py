@@ -23,7 +23,7 @@ import msgspec
 from .. import events as ev
 from ..errors import LedgerError
 from ..ledger.blocks.contents import RequestContents
-from ..ledger.blocks.postings import content_group
+from ..ledger.blocks.ledger import content_group
 from .script import Do, Op, Scheduled
 
 TABLES = {1: "sliding", 2: "full"}

@@ -19,7 +19,7 @@ from ...audit.figures.labels import LABELS
 from ...audit.figures.row import figures
 from ...audit.figures.sums import add_tokens
 from ...audit.ledger.account import Account
-from ...audit.ledger.weights_of_requests import first_version
+from ...audit.ledger.weights import first_version
 from ...audit.replay.engine_audit import EngineAudit
 from ..trace.groups import tier_names
 from .schema import LOAD_COLUMNS, Row, Value

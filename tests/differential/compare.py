@@ -32,7 +32,7 @@ from kvledger.audit.causes import TIER_UNKNOWN
 from kvledger.audit.events import LookupsCounted
 from kvledger.audit.faults.catalogue import catalogue
 from kvledger.audit.ledger.account import AccountStatement
-from kvledger.audit.ledger.weights_of_requests import weights_used
+from kvledger.audit.ledger.weights import weights_used
 
 LEVELS = ("tokens", "blocks")
 

@@ -14,9 +14,9 @@ import msgspec
 
 from ... import events as ev
 from ...bounded_tables import keep_newest
-from ..account import Account, CachedRange, GroupBlock
-from ..weights import Made, Weights
-from .entries import BlockFinding, CachedContent, Collision, Subject
+from ..account import Account, CachedRange, GroupBlock, Made
+from ..entries import BlockFinding, CachedContent, Collision, Subject
+from ..weights import Weights
 from .pool import (
     DEFERRED,
     PIN,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ... import events as ev
 from ...bounded_tables import keep_newest
-from .entries import ForeignHit, ForeignLoad
+from ..entries import ForeignHit, ForeignLoad
 from .holdings import Following, Holdings
 from .pool import Holder
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ... import events as ev
 from ... import pool_calls
-from ..weights import Made
+from ..account import Made
 
 # --- records -------------------------------------------------------------------------------------------
 #

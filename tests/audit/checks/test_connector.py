@@ -39,7 +39,7 @@ from kvledger.audit.events import (
     Tracked,
     WorkerStepped,
 )
-from kvledger.audit.ledger.load_postings import OVERDUE_SECONDS
+from kvledger.audit.ledger.lives import OVERDUE_SECONDS
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

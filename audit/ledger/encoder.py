@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import events as ev
-from .account import Account
+from .account import Account, EncoderInput
 from .accounts import account_of, add_line, enter
-from .encoder_cache import EncoderInput
 from .entries import EncoderBudget, EncoderOutputEvicted, EncoderOutputMissing, Entry
 from .ledger_state import LedgerState
 
