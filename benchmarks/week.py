@@ -54,7 +54,14 @@ WEEK = (
     "why --since 7d",
     "export html --since 7d -o page.html",
 )
-MILLION = ("summary -j 1", "summary -j 2", "export html -j 1 -o page.html", "export html -j 2 -o page.html")
+MILLION = (
+    "audit -j 1",
+    "summary -j 1",
+    "summary -j 2",
+    "export html -j 1 -o page.html",
+    "export html -j 2 -o page.html",
+    "export -o tables --table requests --table lives",
+)
 
 
 def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | None = None) -> int:

@@ -9,11 +9,13 @@ from tests import journals
 from tests.audit.analysis.test_costs import trace
 from tests.exporters.labels import labelled
 from tests.histories import events
+from tests.simulated_trace import write_trace
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Delivered, Gap, Stepped
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.replay.observers import Lost, Steps
+from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.trace import columns
 from kvledger.exporters.trace.columns import TABLES, Rows, rows
 
@@ -178,6 +180,17 @@ def test_parquet_is_the_same_as_the_frames(golden: Path, tmp_path: Path) -> None
         assert {column.name: column.description for column in TABLES[name]} == descriptions
     scheduled = pq.read_table(tmp_path / "out" / "requests.parquet")["scheduled"].to_pylist()
     assert frames.requests(golden)["scheduled"].tolist() == scheduled
+
+
+def test_the_columns_of_exported_requests_add_up_to_the_summary(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace", 300, engines=2)
+    export([tmp_path / "trace"], tmp_path / "out", ("requests",))
+
+    (row,) = summarize([tmp_path / "trace"])
+    frame = pd.read_parquet(tmp_path / "out" / "requests.parquet")
+    assert row.requests == len(frame)
+    names = ("prompt_tokens", "local", "external", "computed", "scheduled", "preemptions")
+    assert {name: getattr(row, name) for name in names} == {name: frame[name].sum() for name in names}
 
 
 def test_an_export_that_fails_leaves_no_files(tmp_path: Path) -> None:
