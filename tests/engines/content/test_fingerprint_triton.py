@@ -23,7 +23,7 @@ def compare_random_views() -> None:
     from kvledger.audit.engines.content.fingerprint_triton import TritonFingerprints
 
     rng = random.Random(11)
-    for seed in range(24):
+    for seed in range(10):
         dtype = rng.choice(DTYPES[:-1])
         layers = [views(rng, dtype, seed + number) for number in range(rng.randint(1, 3))]
         plain, kernel = Fingerprints(layers, seed), TritonFingerprints(layers, seed)
@@ -66,8 +66,7 @@ def seal_through_the_kernel() -> None:
 
     from kvledger.audit.engines.content.fingerprint_triton import TritonFingerprints
 
-    for seed in range(3):
-        assert history(seed, form=TritonFingerprints) == history(seed)
+    assert history(0, form=TritonFingerprints) == history(0)
     print("sealed")
 
 
