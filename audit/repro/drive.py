@@ -71,7 +71,8 @@ class Engine(Driver):
         """By request: the tokens that it will generate."""
         with self._setup() as setup:
             super().__init__(setup)
-        self.runner.content = lambda name, _, place: self.output_token(name, place)
+        runner = self.runner
+        runner.content = lambda name, _, place: self.output_token(name, place)
         for name, request in workload.requests.items():
             self.expect(name, request.answers, hold=request.hold)
 
@@ -155,6 +156,7 @@ class StoreOfWorkload(lmcache.StoreTable):
     def __init__(self, requests: Mapping[str, Request]) -> None:
         super().__init__()
         self.answers = {name: request.answers for name, request in requests.items() if request.answers}
+        """By request: the tokens that the store has of its prompt, after each preemption."""
 
     def answer(self, request: Any) -> int | None:
         answers = self.answers[request.request_id]
