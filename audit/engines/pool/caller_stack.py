@@ -64,7 +64,7 @@ class Callers:
     def _kind(self, frame: FrameType) -> str:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if self._is_ours(frame) or code.co_name == "free_blocks":
+        if self.is_ours(frame) or code.co_name == "free_blocks":
             kind = PASSED_ON  # kvledger's own, or a pool that passes on another pool's blocks
         elif "self" in parameters and "request_id" in parameters:
             kind = MANAGER
@@ -74,7 +74,8 @@ class Callers:
         self._kinds[id(code)] = kind
         return kind
 
-    def _is_ours(self, frame: FrameType) -> bool:
+    def is_ours(self, frame: FrameType) -> bool:
+        """Whether a frame is one of kvledger."""
         return str(frame.f_globals.get("__name__")).startswith(self._ours)
 
     def stack(self) -> list[str]:
@@ -82,7 +83,7 @@ class Callers:
         frames: list[Any] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(frames) < STACK_LINES:
-            if not self._is_ours(frame):
+            if not self.is_ours(frame):
                 frames.append((frame, frame.f_lineno))
             frame = frame.f_back
         summary = traceback.StackSummary.extract(iter(reversed(frames)), lookup_lines=False)

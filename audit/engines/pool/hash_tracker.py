@@ -10,8 +10,10 @@ collector; such a pool has none, so an :class:`AllocationCollector` is set. A ca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import takewhile
+from types import CodeType, FrameType
 from typing import Any
 
 from .allocations import Allocations
@@ -22,6 +24,9 @@ from .requirements import method_codes
 
 TAKING_OUTPUT = ("update_from_output", "_update_request_with_output")
 """Methods in which schedulers that run ahead of their outputs cache blocks."""
+
+OF_MANAGERS = ("coordinator", "single_type_managers", "req_to_blocks")
+"""Attributes of which each manager of block tables has one, whatever its class."""
 
 COLLECTED = frozenset(("on_block_allocated", "on_block_accessed", "on_block_evicted"))
 """What a pool reports to its metrics collector."""
@@ -83,8 +88,12 @@ class HashTracker:
         """How many blocks in present tables are known to be cached."""
         self._looked_up: str | None = None
         """The request of the last prefix-cache lookup: its hits are touched next, if it is admitted."""
-        self._touching = ""
-        """The operation that touches the hits of an admitted request; read off the stack once."""
+        self._admitting: dict[int, str] = {}
+        """The functions of managers that touch the hits of admitted requests: the name by the id of the code,
+        as hashing a code object hashes its constants. A touch by another function is not of the request that
+        was looked up last, which may not have been admitted."""
+        self._codes: list[CodeType] = []
+        """The same code objects, kept alive so that their ids are not reused."""
         self._leaving: str | None = None
         """The request that is about to free its blocks."""
         self._left: dict[str, int] = {}
@@ -140,24 +149,38 @@ class HashTracker:
     def touched(self, _: None, __: None, blocks: list[Any]) -> None:
         """``touch``: the hits of the request that was looked up last, or blocks that another caller pins.
 
-        Reading the stack costs more than the rest of a touch, so the operation is read once.
+        Reading the stack costs more than the rest of a touch, so for each function that admits requests it is
+        read once.
         """
         if not blocks:
             return
         buffer, request_id = self._buffer, self._looked_up
+        by = self._admitting.get(id(sys._getframe(2).f_code)) or self._admits(sys._getframe(2))
         ids = self._before_call(blocks)
         if any(map(self._due_bytes.__getitem__, ids)):
             self._look_at(ids, blocks, last=False)
-        if request_id is None or self._manager.req_to_blocks.get(request_id):
+        if not by or request_id is None or self._manager.req_to_blocks.get(request_id):
             request_id, group, by = self._callers.caller()
         else:
             self._looked_up = None
-            self._touching = by = self._touching or self._callers.caller().by
             group = self._group
         if request_id is not None:
             self._cached_blocks += len(ids)
         number = buffer.request_nos[request_id]
         buffer.blocks_touched(0, number, group, by, ids, [block.ref_cnt for block in blocks])
+
+    def _admits(self, frame: FrameType | None) -> str:
+        """The name of the function that calls ``touch`` if it is a manager's; "" of any other."""
+        while frame is not None and self._callers.is_ours(frame):
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        caller = frame.f_locals.get("self")
+        if caller is not self._manager and not any(hasattr(caller, name) for name in OF_MANAGERS):
+            return ""
+        self._codes.append(frame.f_code)
+        self._admitting[id(frame.f_code)] = frame.f_code.co_name
+        return frame.f_code.co_name
 
     def freed(self, _: None, __: None, ordered_blocks: list[Any], prepend: bool = False) -> None:
         """``free_blocks``: the table of the request in ``leaves``, or other blocks."""
