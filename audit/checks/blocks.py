@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..causes import NEVER_LOADED, NOT_PLANNED
 from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
-from ..ledger.blocks.pool import DEFERRED
+from ..ledger.blocks.pool import DEFERRED, PIN
 from ..ledger.blocks.reads import (
     ABSENT,
     FAILED,
@@ -494,21 +494,28 @@ def coverage(entry: Entry) -> Iterator[Witness]:
     near_misses=(
         "a connector that sends the blocks of a request that has ended, and then frees them",
         "a deferred free, while a step that may write to the block is in flight",
+        "a reference of a connector, which may last",
     ),
 )
 def leak(entry: Entry) -> Iterator[Witness]:
-    """No block is held for a request that has ended, or has given it up.
+    """No block is held for a request that has ended, or has given it up, or for nobody.
 
     Violated at once when the engine removes a request without freeing its blocks, or has deferred their free
     and no step is in flight any more, and after 15 minutes when a connector keeps them: the pool lacks these
-    blocks until a restart.
+    blocks until a restart. Also violated when an engine without a connector took a reference for no request,
+    and still has it when nothing runs any more, or after 15 minutes.
     """
     subject = entry.subject
     assert isinstance(subject, Leak)
     when = f"ended {subject.seconds} seconds ago" if subject.seconds else "has ended"
     name, blocks = subject.holder.request_id, len(subject.blocks)
     sentence = f"Request {name} {when} and still holds {blocks} blocks, which the pool lacks until a restart."
-    if subject.holder.kind == DEFERRED:
+    if subject.holder.kind == PIN:
+        sentence = (
+            f"{subject.by} took references to {blocks} blocks for no request, and nobody gives them back: "
+            "the pool lacks these blocks until a restart."
+        )
+    elif subject.holder.kind == DEFERRED:
         sentence = (
             f"Request {name} gave up {blocks} blocks. No step is in flight that may write to them, but they "
             "are not free: the pool lacks them until a restart."

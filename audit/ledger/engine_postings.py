@@ -201,6 +201,7 @@ def _engine_started(state: LedgerState, event: ev.EngineStarted) -> None:
         beside = event.configuration.get("sampled_beside_drafts")
         state.sampled_beside_drafts = 0 if beside == 0 else 1  # 0: diffusion
         state.queue.recorded = bool(event.configuration.get("queue_causes"))
+        state.blocks.pins_last = event.configuration.get("connector", "") is not None
         state.blocks.keeps_state_places = event.configuration.get("model_runner") == "v1"
     state.clock = event.began_seconds
     enter(state, event)

@@ -172,12 +172,16 @@ class Uncovered(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """Blocks are held for a request that the engine has forgotten, or that ended long ago."""
+    """Blocks are held for a request that the engine has forgotten, or that ended long ago.
+
+    ``by``: the operation that took a reference outside the block tables, of which no request knows.
+    """
 
     holder: Holder
     blocks: list[int]
     seconds: int
     story: list[str]
+    by: str = ""
 
 
 Subject = (

@@ -192,6 +192,10 @@ class Holdings:
         """Ended requests whose tables may still exist, with the time of their end."""
         self.deferred: dict[tuple[int, int], Holder] = {}
         """Blocks (pool, block) whose free is deferred, with the holder that gave them up."""
+        self.pins_last = True
+        """Whether references outside the block tables may last: of a connector, or it is not known."""
+        self.pinned: dict[tuple[int, int], Operation] = {}
+        """Blocks (pool, block) with such a reference where none may last, and what took the last one."""
         self.lives: dict[int, LifeLacks] = {}
         """By request: the blocks that its present life fills."""
         self.unread: dict[tuple[int, int, int], int] = {}
@@ -249,6 +253,7 @@ class Holdings:
         self.held.clear()
         self.ending.clear()
         self.deferred.clear()
+        self.pinned.clear()
         self.newly_cached.clear()
         self.preempted_cached.clear()
         self.lives.clear()
@@ -312,6 +317,8 @@ class Holdings:
         del record.holders[key]
         if holder.kind == DEFERRED:
             self.deferred.pop((pool, block), None)
+        elif holder.kind == PIN and all(held.kind != PIN for held in record.holders.values()):
+            self.pinned.pop((pool, block), None)
 
     def drop_table_holder(self, pool: int, block: int, record: Block, key: int, request: int) -> None:
         """Take the reference with this key, of a table of a request, from a block."""

@@ -189,6 +189,8 @@ def _block_states(holdings: Holdings, event: ev.BlockStatesReported) -> None:
     if event.free_blocks >= 0:
         _compare_pool(holdings, event.pool, event.free_blocks, event.cached_hashes)
     _overdue(holdings, event.at)
+    if holdings.pinned:
+        _report_pinned(holdings, event.at)
 
 
 def _compare_block(holdings: Holdings, number: int, pool: Pool, block: int, state: int) -> None:
@@ -257,6 +259,20 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
         holder = table_holders(holdings.pools[pool], holdings.pools[pool].records[block], request)[0]
         blocks = sorted(block for _, block in held)
         holdings.report(Leak(holder, blocks, seconds, holdings.story(pool, block)), request)
+
+
+def _report_pinned(holdings: Holdings, at: int) -> None:
+    """Report references that nobody will give back: nothing runs, or they have lasted too long."""
+    requests = holdings.requests
+    rests = not (requests.living or requests.is_in_flight or holdings.deferred)
+    by_operation: dict[str, list[tuple[int, int]]] = {}
+    for place, done in list(holdings.pinned.items()):
+        if rests or at - done.at >= LEAK_SECONDS * 1e6:
+            del holdings.pinned[place]
+            by_operation.setdefault(done.by, []).append(place)
+    for by, places in by_operation.items():
+        blocks = sorted(block for _, block in places)
+        holdings.report(Leak(AS_PIN, blocks, 0, holdings.story(*places[0]), by), UNKNOWN)
 
 
 def report_unfreed(holdings: Holdings) -> None:
@@ -569,6 +585,8 @@ def _touched(holdings: Holdings, event: pool_calls.BlocksTouched) -> None:
                 holdings.report_collision("unhashed", number, block, oldest(record), holder)
             reads.hit(holdings, event, block, record)
         holdings.add_holder(number, block, record, holder)
+        if holder is AS_PIN and not holdings.pins_last:
+            holdings.pinned[number, block] = done
         if references == 1:
             pool.free_blocks -= 1
         if references != len(record.holders) or not record.holders_known:
