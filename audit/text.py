@@ -92,8 +92,7 @@ def clean(events: list[Any]) -> None:
     for place, event in enumerate(events):
         for name, safe in _CLEANERS.get(type(event), ()):
             text = getattr(event, name)
-            new = safe(text)
-            if new is not text and new != text:
+            if text and (new := safe(text)) is not text and new != text:
                 events[place] = event = replace(event, **{name: new})
 
 

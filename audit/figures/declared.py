@@ -98,7 +98,8 @@ def _plan_computed(account: Account) -> int | None:
     if account.plan is None:
         return None
     prompt = account.settlements[0].prompt_tokens if account.settlements else account.prompt_tokens
-    return prompt - sum(account.plan)
+    local, external = account.plan
+    return prompt - local - external
 
 
 def _hits(account: Account) -> int:

@@ -286,6 +286,9 @@ def _isolation(classes: ev.Isolation | None) -> str:
 
 
 def _request_added(event: ev.RequestAdded) -> str:
+    limit = event.max_tokens
+    if 0 <= event.prompt_tokens <= LARGEST and (limit is None or 0 <= limit <= LARGEST):
+        return _isolation(event.isolation)
     return _within(event, 0, "prompt_tokens", "max_tokens") or _isolation(event.isolation)
 
 

@@ -128,17 +128,11 @@ class StepClock(msgspec.Struct):
 
 def share(life: Life, clock: StepClock, at: int, tokens: int) -> None:
     """Add the life's share up to ``at``; from there it has ``tokens`` in each step."""
-    if own := life.step_tokens:
+    if life.step_tokens or tokens:
         reading = clock.read(at)
-        life.own += own * (reading - life.shared_to & _MODULUS)
-        if own == tokens:
-            life.shared_to = reading
-            return
-    elif not tokens:
-        return
-    else:
-        reading = clock.read(at)
-    life.step_tokens, life.shared_to = tokens, reading if tokens else 0
+        if own := life.step_tokens:
+            life.own += own * (reading - life.shared_to & _MODULUS)
+        life.step_tokens, life.shared_to = tokens, reading if tokens else 0
 
 
 def prefill_parts(account: Account, prefill: int) -> tuple[int, int]:

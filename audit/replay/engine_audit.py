@@ -586,34 +586,54 @@ class EventAudit(Observed):
             from_workers = self._feed_worker_steps()
         if workers.calls and kind in (Stepped, WeightsChanged):
             self._feed_worker_calls(ledger.clock + event.at / 1e6)
-        if self.window is EVERYTHING and not self._others and not self.on_trouble:
-            findings = auditor.feed(event, number)
-        else:
-            findings = self._post(event, number)
+        findings = self._post(event, number)
         if from_workers:
             findings = from_workers + findings
-        if self.on_event or self._others:
-            for audit in (self, *self._others):
-                for observe in audit.on_event:
-                    observe(event)
+        for audit in (self, *self._others):
+            for observe in audit.on_event:
+                observe(event)
         handlers = self._handlers.get(kind, ())
-        if handlers or ledger.closed:
-            try:
-                for handle in handlers:
-                    handle(event)
-                for other in self._others:
-                    for handle in other._handlers.get(kind, ()):
-                        handle(event)
-                if ledger.closed:
-                    self.event = event
-                    self._add_closed()
-            except Exception:
-                auditor.note_failure(event)
-                ledger.closed.clear()
+        if handlers or self._others or ledger.closed:
+            self._tell(event, handlers)
         return findings
+
+    def _feed_plain(self, batch: Batch) -> list[Violation]:
+        """The same for all events of a batch that concern nobody else, in two thirds of the time."""
+        found: list[Violation] = []
+        feed, handlers, closed = self.auditor.feed, self._handlers, self.auditor.ledger.closed
+        for number, event in enumerate(batch.events, batch.first_event):
+            if findings := feed(event, number):
+                found += findings
+            if closed or type(event) in handlers:
+                self._tell(event, handlers.get(type(event), ()))
+        return found
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether an event concerns nobody but the ledger, the checks, and the observers of its type."""
+        workers = self.workers.next_step >= 0 or self.workers.calls
+        beside = self._others or self.on_trouble or self.on_event
+        return self.window is EVERYTHING and not (workers or beside)
+
+    def _tell(self, event: Event, handlers: Iterable[Callable[[Any], object]]) -> None:
+        """Give an event to the observers of its type, and add the accounts that it closed."""
+        try:
+            for handle in handlers:
+                handle(event)
+            for other in self._others:
+                for handle in other._handlers.get(type(event), ()):
+                    handle(event)
+            if self.auditor.ledger.closed:
+                self.event = event
+                self._add_closed()
+        except Exception:
+            self.auditor.note_failure(event)
+            self.auditor.ledger.closed.clear()
 
     def _post(self, event: Event, number: int) -> list[Violation]:
         """Post and check one event, and place what went wrong with it in bounded windows."""
+        if not self.window.bounded and not self._others and not self.on_trouble:
+            return self.auditor.feed(event, number)
         ledger, began = self.auditor.ledger, self.began_seconds or 0.0
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
         findings = self._check(event, number)
@@ -752,10 +772,16 @@ class EngineAudit(EventAudit):
         for _ in self.batches(reader, lock):
             pass
 
-    def replay(self, start: Position | None = None) -> Iterator[tuple[Batch, list[Violation]]]:
-        """Audit the journal to its end, from ``start`` if the audit is there; see :meth:`batches`."""
+    def replay(
+        self, start: Position | None = None, until: int = -1
+    ) -> Iterator[tuple[Batch, list[Violation]]]:
+        """Audit the journal from ``start``, if the audit is there, to its end, or up to the batch that holds
+        the event ``until``; see :meth:`batches`."""
         with Reader(self.path, start) as reader:
-            yield from self.batches(reader)
+            for batch, findings in self.batches(reader):
+                yield batch, findings
+                if 0 <= until < batch.first_event + len(batch.events):
+                    return
             self.note_end(reader)
         self.finish()
 
@@ -772,12 +798,11 @@ class EngineAudit(EventAudit):
                 self.workers.poll(settings.get("transfer"), settings.get("engine_key"))
                 workers_read = True
             with hold:
-                number = batch.first_event
-                for event in batch.events:
-                    new = feed(number, event)
-                    if new:
-                        findings += new
-                    number += 1
+                if self._is_plain:
+                    findings += self._feed_plain(batch)
+                else:
+                    for number, event in enumerate(batch.events, batch.first_event):
+                        findings += feed(number, event)
                 self._feed_worker_calls(self.auditor.ledger.read_to)
                 self.journal.events += len(batch.events)
                 findings += self.compared()

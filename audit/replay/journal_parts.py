@@ -140,11 +140,8 @@ class RequestSpan(NamedTuple):
         if cut is not None:
             start = cut.start
             audit.feed(cut.number, ev.Snapshot(cut.at, cut.step, [], cut.undelivered))
-        with Reader(audit.path, start) as reader:
-            for batch, _ in audit.batches(reader):
-                if 0 <= self.until < batch.first_event + len(batch.events):
-                    return
-        audit.finish()
+        for _ in audit.replay(start, self.until):
+            pass
 
 
 def request_span(path: Path, watch: Watch) -> RequestSpan | None:

@@ -383,7 +383,7 @@ def _hash(
     record.has_hash, record.end, record.least_end = 1, most, least
     record.cached_for, record.writer = request, who.request_id
     own = holdings.isolation.get(request)
-    record.isolation = None if own is None else isolation_below(own, least)
+    record.isolation = isolation_below(own, least) if own else own
     said = event.step, event.at, "cached", "cache_blocks", who.request_id, who.life
     remember(record, Operation(*said, group, event.stack, [hash_id], end))
     record.begin = begin = (end - 1) // size * size if size > 0 else end
@@ -521,7 +521,7 @@ def _allocate(
     group: int,
     blocks: list[int],
 ) -> None:
-    if request in holdings.demand.waiting:
+    if holdings.demand.waiting and request in holdings.demand.waiting:
         holdings.demand.hold(request, used(pool))
     holdings.calls += 1
     number, step, records = event.pool, event.step, pool.records
@@ -550,7 +550,7 @@ def _allocate(
             record.holders_known, record.reported = True, False
             if request >= 0:
                 record.holders[key] = holder
-                held[number, block] = held.get((number, block), 0) + 1
+                held[number, block] = 1
                 continue
         else:
             holdings.report_collision("taken", number, block, oldest(record), holder)

@@ -350,11 +350,8 @@ def _split(event: ev.PoolCalls) -> Iterator[ev.Event]:
             yield kind(at, step, pool, request, group, by, ids, references, stack)
         elif code == ev.ALLOCATED_EACH:
             half = count // 2
-            allocated = [
-                number
-                for request_no, block in zip(follow[half:], follow[:half], strict=True)
-                for number in (request_no, group, 1, block)
-            ]
+            allocated = [group, group, 1, group] * half
+            allocated[::4], allocated[3::4] = follow[half:], follow[:half]
             yield pool_calls.BlocksAllocated(at, step, pool, event.by[more], allocated, stack)
         elif code == ev.IN_STEP:
             step = more

@@ -173,10 +173,13 @@ def life_ends(holdings: Holdings, account: Account, life: Life, cause: str) -> N
     whole = Filled(account.request, account.request_id, life.number, [], life.made or None)
     unplaced = replace(whole, lacks=of_any)
     uncached = Filled(account.request, account.request_id, life.number, None, life.made or [BEFORE])
+    pools, own, request = holdings.pools, lacks.filled, account.request
     for number, block in lacks.blocks:
-        record = holdings.pools[number].records[block]
+        record = pools[number].records[block]
         filled = record.filled
-        if filled is None or filled.lacks is not None or filled.request != account.request:
+        if filled is None:
+            continue
+        if filled is not own and (filled.lacks is not None or filled.request != request):
             continue
         if not known:
             record.filled = None
