@@ -15,6 +15,7 @@ the properties of each test's report, so that it reaches the JUnit file and, wit
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -76,8 +77,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the summary, and the observing plugin if an option names a level."""
+    given = config.option.kvledger
+    if given and given not in LEVELS:  # the path of a test, in `pytest --kvledger test_x.py`
+        others = config.args if config.args_source is config.ArgsSource.ARGS else []
+        config.option.kvledger, config.args = DEFAULT, [given, *others]
+        config.args_source = config.ArgsSource.ARGS
     config.addinivalue_line(
         "markers",
         "kvledger(level='blocks', allow=[]): observe the vLLM engines of this test and fail it if they break "
@@ -172,6 +179,6 @@ class Summary:
 
 
 def _level(text: str) -> str:
-    if text not in LEVELS:
-        raise argparse.ArgumentTypeError(f"{unknown_level(text)}. Before a path, write --kvledger=blocks")
+    if text not in LEVELS and not os.path.exists(text.partition("::")[0]):
+        raise argparse.ArgumentTypeError(unknown_level(text))
     return text

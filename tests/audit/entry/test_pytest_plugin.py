@@ -526,6 +526,7 @@ NOT_ASKED_FOR = ()
 SWITCHED_OFF = ("-p", "no:kvledger")
 ACTIVE = (
     ("--kvledger",),
+    ("--kvledger", "test_modules.py"),
     ("--kvledger=blocks",),
     ("-o", "kvledger=blocks"),
     ("-p", "kvledger", "--kvledger"),
@@ -550,7 +551,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], s
     run = [sys.executable, "-c", RUN_EACH, repr(RUNS)]
     codes = subprocess.run(run, cwd=folder, env=environ, capture_output=True, text=True, check=True).stdout
     refused = int(pytest.ExitCode.USAGE_ERROR)
-    assert str([0] * 8 + [refused] * 2) == codes.strip()
+    assert str([0] * 9 + [refused] * 2) == codes.strip()
     return {options: (folder / f"out{number}").read_text() for number, options in enumerate(RUNS)}
 
 
