@@ -40,9 +40,10 @@ instructions: ## count the instructions of an engine step, bare and observed; ne
 	$(READY) test
 	$(BIN)/python benchmarks/instructions.py $(ARGS)
 
-fuzz: ## read 100,000 mutated journals; JOURNALS=n for another number
+fuzz: ## read 100,000 mutated journals, and as many texts of others; JOURNALS=n for another number
 	$(READY) test
 	$(BIN)/python -m tests.fuzz.run $(or $(JOURNALS),100000) $(ARGS)
+	$(BIN)/python -m tests.fuzz.foreign $(or $(JOURNALS),100000) $(ARGS)
 
 proof: ## prove a claim with real engines; NAME=whatif, ARGS are passed on; without NAME it lists them
 	$(READY) test

@@ -309,8 +309,8 @@ SGLANG: tuple[Meaning, ...] = (
 
 
 def release(version: str) -> Release:
-    """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number."""
-    number = re.match(r"\d+(\.\d+)*", version)
+    """``(0, 12, 0)`` for ``0.12.0.post2+cpu``; () where there is no number, or one that no release has."""
+    number = re.match(r"[0-9]{1,9}(\.[0-9]{1,9}){0,9}(?![0-9])", version)
     return tuple(map(int, number[0].split("."))) if number else ()
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+
+import msgspec
 
 from ..audit.errors import LedgerError
+from ..audit.foreign import Unreadable, parsed
+from ..audit.text import printable
+from ..exporters.http_client import fetch, shown
 from ..exporters.metrics.metric_list import METRICS, Metric
 from . import boards, rules
 
@@ -245,8 +249,8 @@ def _differing(folder: Path, form: boards.Form) -> Iterator[str]:
 
 def _json(path: Path) -> object:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError:
+        return parsed(path.read_bytes(), Any)
+    except Unreadable:
         return None
 
 
@@ -259,13 +263,28 @@ def ask(prometheus: str) -> Iterator[Answer]:
 
 def _ask(prometheus: str, query: PanelQuery) -> Answer:
     expr = substituted(query.expr)
-    address = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expr})}"
+    address = f"{prometheus}/api/v1/query?{urlencode({'query': expr})}"
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as response:
-            answer = json.load(response)
-    except urllib.error.HTTPError as error:
-        return Answer(query, 0, json.load(error).get("error", str(error)))
-    return Answer(query, len(answer["data"]["result"]))
+        answer = parsed(fetch(address, TIMEOUT_SECONDS), _Answered)
+    except HTTPError as error:
+        said = parsed(error.read(MOST_ERROR_BYTES), _Refused).error
+        return Answer(query, 0, printable(said or str(error)))
+    return Answer(query, len(answer.data.result))
+
+
+MOST_ERROR_BYTES = 64 << 10
+
+
+class _Data(msgspec.Struct):
+    result: list[msgspec.Raw]
+
+
+class _Answered(msgspec.Struct):
+    data: _Data
+
+
+class _Refused(msgspec.Struct):
+    error: str = ""
 
 
 def substituted(expr: str) -> str:
@@ -310,5 +329,5 @@ def check(folder: Path | None, form: boards.Form, prometheus: str) -> CheckRepor
 def _answers(prometheus: str) -> list[Answer]:
     try:
         return list(ask(prometheus))
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"No Prometheus answers at {prometheus}: {error}") from error
+    except (OSError, ValueError, Unreadable) as error:
+        raise LedgerError(f"No Prometheus answers at {shown(prometheus)}: {printable(str(error))}") from error

@@ -38,6 +38,10 @@ SILENT_SECONDS = 10.0
 REPLAY_MS = 5_000
 """How long the publisher may take to answer a request to repeat batches."""
 
+MOST_REPLAYED_BYTES = 512 << 20
+MOST_MESSAGE_BYTES = 64 << 20
+"""A larger batch is dropped by ZeroMQ, and is missing."""
+
 END = (1 << 64) - 1
 """The sequence number that ends an answer: -1 in eight bytes."""
 
@@ -131,21 +135,53 @@ def decoded(
     unreadable, seconds, rank = 0, 0.0, -1
     try:
         batch = decode(message.payload)
-        seconds, published = float(batch[0]), batch[1]
-        rank = int(batch[2]) if len(batch) > 2 and batch[2] is not None else -1
-    except (msgspec.DecodeError, TypeError, ValueError, IndexError, KeyError):
-        published, unreadable = (), 1
+        seconds, published = float(batch[0]), _list(batch[1])
+        if not 0 <= seconds <= LATEST_SECONDS:
+            raise ValueError(seconds)
+        rank = _int64(batch[2]) if len(batch) > 2 and batch[2] is not None else -1
+    except UNREADABLE:
+        published, unreadable, seconds, rank = [], 1, 0.0, -1
     for event in published:
         try:
             row = _row(event, tiers, key)
             if contents is not None and row[0] == ev.STORED:
                 found += contents.of(_fields(event, ev.STORED), row[4], row[ev.KV_HEAD :])
             rows += row
-        except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+        except UNREADABLE:
             unreadable += 1
     return ev.KVEventsReceived(
         at, stream, message.sequence, seconds, rank, tiers, rows, message.replayed, unreadable, found
     )
+
+
+UNREADABLE = (
+    msgspec.MsgspecError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a batch of a publisher can raise that is none, or none of vLLM's."""
+
+LATEST_SECONDS = 1e11
+"""Unix time in the year 5138: a batch of another time is of no engine."""
+
+
+def _int64(value: Any) -> int:
+    """A whole number that a journal can hold. Raises ValueError for another."""
+    number = int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(number)
+    return number
+
+
+def _list(value: Any) -> list[Any]:
+    """Raises TypeError for anything but a list."""
+    if not isinstance(value, list):
+        raise TypeError(value)
+    return value
 
 
 def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
@@ -155,16 +191,16 @@ def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
     if code == ev.CLEARED:
         return [code, -1, -1, 0, 0, 0]
     group, medium, parent = fields.get("group_idx"), fields.get("medium"), fields.get("parent_block_hash")
-    number = -1 if group is None else int(group)
+    number = -1 if group is None else _int64(group)
     tier = -1
     if medium is not None:
         name = printable(str(medium))[:MOST_TIER_CHARACTERS]
         if name not in tiers:
             tiers.append(name)
         tier = tiers.index(name)
-    ids = [key.of_published(each, number) for each in fields["block_hashes"]]
+    ids = [key.of_published(each, number) for each in _list(fields["block_hashes"])]
     above = 0 if parent is None else key.of_published(parent, number)
-    return [code, number, tier, int(fields.get("block_size") or 0), above, len(ids), *ids]
+    return [code, number, tier, _int64(fields.get("block_size") or 0), above, len(ids), *ids]
 
 
 def _fields(event: Any, code: int) -> Mapping[str, Any]:
@@ -191,6 +227,7 @@ class Subscription:
         """Where the publisher repeats batches; empty if it does not."""
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         self._socket.set_hwm(100_000)
         try:
             self._socket.connect(endpoint)
@@ -203,6 +240,7 @@ class Subscription:
     def _asking(self) -> Any:
         socket = self._context.socket(self._zmq.DEALER)
         socket.setsockopt(self._zmq.LINGER, 0)
+        socket.setsockopt(self._zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         socket.connect(self._replay_address)
         return socket
 
@@ -214,17 +252,21 @@ class Subscription:
         return _message(frames, replayed=False)
 
     def replayed(self, first: int) -> list[Received]:
-        """The batches from number ``first`` up that the publisher repeats; none without an answer."""
+        """The batches from number ``first`` up that the publisher repeats; none without an answer.
+
+        An answer that does not end is cut off.
+        """
         if not self._replay_address:
             return []
-        socket, answer = self._asking(), []
+        socket, answer, size = self._asking(), list[Received](), 0
         try:
             socket.send_multipart((b"", first.to_bytes(8, "big")))
-            while socket.poll(REPLAY_MS):
+            while size < MOST_REPLAYED_BYTES and socket.poll(REPLAY_MS):
                 message = _message(socket.recv_multipart(), replayed=True)
                 if message is None or message.sequence == END:
                     break
                 answer.append(message)
+                size += len(message.payload) + 100
         finally:
             socket.close()
         return answer
@@ -238,7 +280,10 @@ def _message(frames: Sequence[bytes], *, replayed: bool) -> Received | None:
     """The last two frames are the number and the batch, in all releases and on both sockets."""
     if len(frames) < 2 or len(frames[-2]) != 8:
         return None
-    return Received(int.from_bytes(frames[-2], "big"), frames[-1], replayed)
+    sequence = int.from_bytes(frames[-2], "big")
+    if sequence >= 1 << 63 and sequence != END:  # no engine gets so far, and no journal holds it
+        return None
+    return Received(sequence, frames[-1], replayed)
 
 
 # --- recording ----------------------------------------------------------------------------------------

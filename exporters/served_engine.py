@@ -12,19 +12,18 @@ import re
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from ..audit.analysis.hit_reasons import Outside, Probe
 from ..audit.errors import LedgerError
+from ..audit.foreign import Sample, Unreadable, families, number, parsed, whole_number
 from ..audit.release_semantics import release
 from ..audit.text import printable
-from .sidecar.engine_metrics import COUNTERS, ENDED, ScrapedEngine, counters, fetch
+from .http_client import check_url, fetch, shown
+from .sidecar.engine_metrics import COUNTER_NAMES, ScrapedEngine, counters
 
 PAUSE_SECONDS = 1.0
 """Between the two scrapes."""
@@ -43,8 +42,8 @@ PREFIX = "vllm:"
 CACHE = "vllm:cache_config_info"
 ADAPTERS = "vllm:lora_requests_info"
 DRAFTS = "vllm:spec_decode_num_accepted_tokens_per_pos"
-LENGTHS = "vllm:request_prompt_tokens"
-GENERATED = "vllm:generation_tokens"
+LENGTHS = {part: f"vllm:request_prompt_tokens_{part}" for part in ("bucket", "count")}
+GENERATED = "vllm:generation_tokens_total"
 EXTERNAL = "external_queried_tokens"
 HITS = ("local_hit_tokens", "external_hit_tokens")
 UNITS = ("cache_hit_alignment_tokens", "hash_block_size", "prefix_match_unit", "block_size")
@@ -52,13 +51,8 @@ UNITS = ("cache_hit_alignment_tokens", "hash_block_size", "prefix_match_unit", "
 IDENTITIES = ("process_start_time_seconds", "vllm:prompt_tokens_created")
 """Samples that stay the same while a server lives, and differ from server to server."""
 
-_WANTED = "|".join(
-    map(
-        re.escape,
-        {CACHE, ADAPTERS, DRAFTS, LENGTHS, GENERATED, *IDENTITIES, ENDED, *(name for name, _ in COUNTERS)},
-    )
-)
-_NEEDED = re.compile(rf"^(?:# (?:HELP|TYPE) )?(?:{_WANTED}).*$", re.MULTILINE)
+_DRAFTS = frozenset({DRAFTS, f"{DRAFTS}_total"})
+_WANTED = _DRAFTS | COUNTER_NAMES | {CACHE, ADAPTERS, GENERATED, *LENGTHS.values(), *IDENTITIES}
 """The lines that are parsed; the histograms of many engines take seconds."""
 
 Get = Callable[[str], str]
@@ -67,17 +61,16 @@ Get = Callable[[str], str]
 class Scraped(NamedTuple):
     """One answer of ``/metrics``."""
 
-    families: dict[str, Metric]
+    families: dict[str, list[Sample]]
     engines: dict[ScrapedEngine, dict[str, float]]
 
     @property
     def identity(self) -> list[tuple[str, tuple[tuple[str, str], ...], float]]:
         """What tells this server from others; empty if nothing does."""
-        samples = (sample for family in self.families.values() for sample in family.samples)
         return sorted(
             (each.name, tuple(sorted(each.labels.items())), each.value)
-            for each in samples
-            if each.name in IDENTITIES
+            for name in IDENTITIES
+            for each in self.families.get(name, ())
         )
 
 
@@ -151,23 +144,26 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
     families, figures = server.second.families, server.second.engines[engine]
     labels = _cache(server.second, engine.number)
 
-    def samples(family: str, name: str) -> list[tuple[dict[str, str], float]]:
-        found = families[family].samples if family in families else []
+    def samples(name: str) -> list[tuple[dict[str, str], float]]:
         return [
             (each.labels, each.value)
-            for each in found
-            if each.name == name and each.labels.get("engine", "0") == engine.number
+            for each in families.get(name, ())
+            if each.labels.get("engine", "0") == engine.number
         ]
 
     unit, capacity = unit_of(labels), _number(labels, "kv_cache_size_tokens")
     blocks, block_size = _number(labels, "num_gpu_blocks"), _number(labels, "block_size")
     if capacity is None and blocks and block_size:
         capacity = blocks * block_size
-    lengths = [(float(each["le"]), n) for each, n in samples(LENGTHS, f"{LENGTHS}_bucket") if "le" in each]
+    lengths = [
+        (most, n)
+        for each, n in samples(LENGTHS["bucket"])
+        if (most := number(each.get("le", ""))) is not None
+    ]
     prompt, cached = figures.get("prompt_tokens", 0.0), figures.get("cached_tokens")
     if cached is None:
         cached = figures.get("local_hit_tokens")
-    generated = sum(value for _, value in samples(GENERATED, f"{GENERATED}_total"))
+    generated = sum(value for _, value in samples(GENERATED))
     return Outside(
         prefix_caching={"True": True, "False": False}.get(labels.get("enable_prefix_caching", "")),
         unit=unit,
@@ -176,7 +172,7 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
         queried=figures.get("local_queried_tokens"),
         hits=figures.get("local_hit_tokens"),
         computed=None if cached is None else prompt - cached + generated,
-        prompts=sum(n for _, n in samples(LENGTHS, f"{LENGTHS}_count")),
+        prompts=sum(n for _, n in samples(LENGTHS["count"])),
         prompt_tokens=prompt,
         short_prompts=max((n for most, n in lengths if unit is not None and most <= unit), default=0.0),
         adapters=bool(server.settings.get("loras")),
@@ -192,13 +188,12 @@ def unit_of(labels: Mapping[str, str]) -> int | None:
 
 
 def _cache(scraped: Scraped, engine: str) -> dict[str, str]:
-    found = [sample.labels for sample in scraped.families[CACHE].samples] if CACHE in scraped.families else []
+    found = [sample.labels for sample in scraped.families.get(CACHE, ())]
     return next((each for each in found if each.get("engine", "0") == engine), found[0] if found else {})
 
 
 def _number(labels: Mapping[str, str], name: str) -> int | None:
-    text = labels.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 16 else None
+    return whole_number(labels.get(name, ""))
 
 
 def _probed(server: Server, get: Get, ends: float) -> Probe:
@@ -278,17 +273,17 @@ def _complete(server: Server, prompt: list[int], ends: float) -> int | None:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("VLLM_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    asked = urllib.request.Request(f"{server.url}/v1/completions", msgspec.json.encode(body), headers)
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    address, seconds = f"{server.url}/v1/completions", max(0.1, ends - time.monotonic())
     try:
-        with direct.open(asked, timeout=max(0.1, ends - time.monotonic())) as response:
-            answer: Any = msgspec.json.decode(response.read(LARGEST_ANSWER))
+        text = fetch(address, seconds, data=msgspec.json.encode(body), headers=headers, most=LARGEST_ANSWER)
+        answer = parsed(text, dict[str, Any])
     except urllib.error.HTTPError as error:
         key = "; VLLM_API_KEY holds the key" if error.code in (401, 403) else ""
-        raise LedgerError(f"{server.url}/v1/completions answers with status {error.code}{key}.") from None
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"{server.url}/v1/completions gave no answer ({type(error).__name__}).") from None
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") if isinstance(answer, dict) else None
+        raise LedgerError(f"{shown(address)} answers with status {error.code}{key}.") from None
+    except (OSError, ValueError, Unreadable) as error:
+        raise LedgerError(f"{shown(address)} gave no answer ({type(error).__name__}).") from None
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return cached if isinstance(cached, int) else None
 
@@ -298,8 +293,7 @@ def _complete(server: Server, prompt: list[int], ends: float) -> int | None:
 
 def _base(url: str) -> str:
     base = re.sub(r"/(metrics|version|v1(/models)?)?/*$", "", url)
-    if not re.match(r"https?://[^/\s]+", base):
-        raise LedgerError(f"{url!r} is no URL of a server; an example is http://localhost:8000.")
+    check_url(base, "a server", "http://localhost:8000")
     return base
 
 
@@ -325,40 +319,39 @@ def _all_of(urls: list[str], get: Get, ends: float) -> list[str | Exception]:
 
 
 def _scraped(base: str, text: str | Exception) -> Scraped:
+    url = shown(base)
     if isinstance(text, TimeoutError) or "timed out" in str(text):
-        raise LedgerError(f"{base} does not answer in {LIMIT_SECONDS:g} seconds.")
+        raise LedgerError(f"{url} does not answer in {LIMIT_SECONDS:g} seconds.")
     if isinstance(text, urllib.error.HTTPError):
-        raise LedgerError(f"{base}/metrics answers with status {text.code}: this is no vLLM server.")
+        raise LedgerError(f"{url}/metrics answers with status {text.code}: this is no vLLM server.")
     if isinstance(text, Exception):
         reason = getattr(text, "reason", None) or text
         raise LedgerError(
-            f"{base} can't be read: {printable(getattr(reason, 'strerror', None) or str(reason))}."
+            f"{url} can't be read: {printable(getattr(reason, 'strerror', None) or str(reason))}."
         )
     if PREFIX not in text:
         raise LedgerError(
-            f"{base}/metrics has no metric of vLLM: this is no vLLM server, or its metrics are off."
+            f"{url}/metrics has no metric of vLLM: this is no vLLM server, or its metrics are off."
         )
-    needed = "\n".join(_NEEDED.findall(text)) + "\n"
     try:
-        families = {family.name: family for family in text_string_to_metric_families(needed)}
-        return Scraped(families, counters(needed, base))
-    except ValueError as error:
-        raise LedgerError(f"{base}/metrics is no text of metrics: {printable(str(error))}.") from None
+        return Scraped(families(text, _WANTED), counters(text, base))
+    except Unreadable as error:
+        raise LedgerError(f"{url}/metrics is no text of metrics: it {error}.") from None
 
 
 def _version(text: str | Exception) -> str:
     try:
-        number = msgspec.json.decode(text, type=_Version).version if isinstance(text, str) else ""
-    except msgspec.MsgspecError:
+        version = parsed(text, _Version).version if isinstance(text, str) else ""
+    except Unreadable:
         return ""
-    return printable(number) if release(number) else ""
+    return printable(version) if release(version) else ""
 
 
 def _models(text: str | Exception) -> tuple[tuple[str, ...], int, int | None]:
     """The served names of the models, how many of them are LoRA adapters, and the longest sequence."""
     try:
-        found = msgspec.json.decode(text, type=_Models).data if isinstance(text, str) else []
-    except msgspec.MsgspecError:
+        found = parsed(text, _Models).data if isinstance(text, str) else []
+    except Unreadable:
         return (), 0, None
     longest = next((each.max_model_len for each in found if each.max_model_len), None)
     models = tuple(printable(each.id) for each in found if each.parent is None)
@@ -369,14 +362,14 @@ def _settings(scraped: Scraped, number: str) -> dict[str, object]:
     """What the metrics say of the configuration. Families that only a feature has show it."""
     families = scraped.families
     settings: dict[str, object] = {}
-    cache = next((sample.labels for sample in families[CACHE].samples), {}) if CACHE in families else {}
+    cache = next((sample.labels for sample in families.get(CACHE, ())), {})
     for name, label in (("block_size", "block_size"), ("blocks", "num_gpu_blocks")):
-        if cache.get(label, "").isdecimal():
-            settings[name] = int(cache[label])
+        if (value := whole_number(cache.get(label, ""))) is not None:
+            settings[name] = value
     if cache.get("enable_prefix_caching") in ("True", "False"):
         settings["prefix_caching"] = cache["enable_prefix_caching"] == "True"
     if any(figures.get("prompt_tokens") for figures in scraped.engines.values()):  # else they may still come
-        settings["drafts"] = int(DRAFTS in families)
+        settings["drafts"] = int(not _DRAFTS.isdisjoint(families))
         settings["loras"] = _adapters(families)
     if any(figures.get(EXTERNAL) for figures in scraped.engines.values()):
         settings["connector"] = ""
@@ -385,9 +378,9 @@ def _settings(scraped: Scraped, number: str) -> dict[str, object]:
     return settings
 
 
-def _adapters(families: Mapping[str, Metric]) -> int:
+def _adapters(families: Mapping[str, list[Sample]]) -> int:
     """The most LoRA adapters at a time; 1, if it is not said yet; 0 without."""
     if ADAPTERS not in families:
         return 0
-    said = (sample.labels.get("max_lora", "") for sample in families[ADAPTERS].samples)
-    return next((int(each) for each in said if each.isdecimal()), 1)
+    said = (whole_number(sample.labels.get("max_lora", "")) for sample in families[ADAPTERS])
+    return next((each for each in said if each is not None), 1)

@@ -7,17 +7,13 @@ the first one of them is said with its reason; the others are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..audit.analysis.usage import Told
-from ..audit.errors import LedgerError
+from ..audit.foreign import Unreadable, count, lines_of, parsed
 from ..audit.text import shown_id
-
-LARGEST_COUNT = 1 << 53
-"""A larger count of tokens is no count: JSON's numbers are exact up to here."""
 
 
 class Producer(NamedTuple):
@@ -152,50 +148,32 @@ class UsageLog(NamedTuple):
 
 
 def read(path: Path) -> UsageLog:
-    """Read a log. Raises LedgerError if it can't be opened or is no text; a bad line is one of the others."""
+    """Read a log. Raises LedgerError if it can't be opened; a bad line is one of the others."""
     told: list[Told] = []
     others, free, first = 0, 0, ""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = _object(line)
-                    found = list(_told(record, number))
-                    free += bool(found) and record.get("response_cost") == 0
-                    told += found
-                    why = "" if found else "has no usage, or no id"
-                except (ValueError, RecursionError) as error:
-                    why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-                others += bool(why)
-                first = first or (f"line {number} {why}" if why else "")
-    except OSError as error:
-        raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise LedgerError(f"{path} is no text in UTF-8.") from error
+    for number, line in lines_of(path):
+        try:
+            record = parsed(line, dict[str, Any])
+            found = list(_told(record, number))
+            free += bool(found) and record.get("response_cost") == 0
+            told += found
+            why = "" if found else "has no usage, or no id"
+        except Unreadable as error:
+            why = str(error)
+        others += bool(why)
+        first = first or (f"line {number} {why}" if why else "")
     return UsageLog(told, others, first, free)
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise ValueError("is no JSON object")
-    return record
-
-
 def _told(record: dict[str, Any], number: int) -> Iterator[Told]:
-    """What one line tells of calls. Raises ValueError for a figure that is no count of tokens."""
+    """What one line tells of calls. Raises Unreadable for a figure that is no count of tokens."""
     for each in _records(record):
         for producer in PRODUCERS:
             if producer.marks and _first(each, producer.marks) is None:
                 continue
             names = _names(each, producer.ids)
             prompt, cached, output, written = (
-                _count(_first(each, paths))
+                None if (value := _first(each, paths)) is None else count(value)
                 for paths in (producer.prompt, producer.cached, producer.output, producer.written)
             )
             if names and (prompt, cached, output) != (None, None, None):
@@ -227,7 +205,7 @@ def _records(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _list(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise ValueError("is no OTLP: a list of objects is something else")
+        raise Unreadable("is no OTLP: a list of objects is something else")
     return value
 
 
@@ -249,18 +227,3 @@ def _first(record: Mapping[str, Any], paths: Sequence[str]) -> object:
 def _names(record: Mapping[str, Any], paths: Sequence[str]) -> tuple[str, ...]:
     found = (_first(record, [path]) for path in paths)
     return tuple(dict.fromkeys(shown_id(str(value)) for value in found if value is not None))
-
-
-def _count(value: object) -> int | None:
-    """A count of tokens; gateways write some as text. Raises ValueError."""
-    if value is None:
-        return None
-    try:
-        number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):
-        number = -1
-    if isinstance(value, bool) or (isinstance(value, float) and value != number):
-        number = -1
-    if not 0 <= number < LARGEST_COUNT:
-        raise ValueError("has a token count that is no number")
-    return int(number)

@@ -16,10 +16,15 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ..audit.foreign import Unreadable, parsed
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+MODE = 0o640
+"""The log tells who called when: it is for this user and group, like journals."""
 
 logger = logging.getLogger("vllm.kvledger")
 
@@ -68,7 +73,8 @@ class UsageLog:
                 self._report(error)
 
     def _write(self, line: dict[str, Any]) -> None:
-        with open(self._path, "a", encoding="utf-8") as log:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
+        with open(descriptor, "a", encoding="utf-8") as log:
             log.write(json.dumps({"at": time.time(), **line}) + "\n")
 
     def _report(self, error: Exception) -> None:
@@ -136,12 +142,12 @@ def _usage(text: bytes) -> dict[str, Any] | None:
     if b'"usage"' not in text:
         return None
     try:
-        body = json.loads(text)
-    except ValueError:
+        body = parsed(text, dict[str, Any])
+    except Unreadable:
         return None
     for name in ("response", "message"):  # the events of /v1/responses, and the first of /v1/messages
-        if isinstance(body, dict) and isinstance(body.get(name), dict):
+        if isinstance(body.get(name), dict):
             body = body[name]
-    if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
+    if not isinstance(body.get("usage"), dict):
         return None
     return {"id": body.get("id"), "object": body.get("object") or body.get("type"), "usage": body["usage"]}

@@ -6,23 +6,20 @@ KV, and a log of a server tells neither; both are refused in a sentence.
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from ..errors import LedgerError
+from ..foreign import Unreadable, lines_of, parsed
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".log")
 """How the name of a file of others ends."""
 
 BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's published traces, whose lines do not say it."""
-
-MOST_OF_A_LINE = 16 << 20
-"""Bytes of a line; 100,000 blocks take 2 MB."""
 
 _Positive = Annotated[int, msgspec.Meta(gt=0, le=1 << 40)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -101,7 +98,7 @@ def _of_dynamo(line: _Dynamo) -> _Read | None:
     request = line.request
     if request is None:
         if line.event_type == "request_end":
-            raise msgspec.ValidationError("Object missing required field `request`")
+            raise Unreadable("is not as it should be: Object missing required field `request`")
         return None
     replay = request.replay
     session = line.agent_context.session_id if line.agent_context is not None else None
@@ -130,8 +127,7 @@ class Format(NamedTuple):
 
 
 def _reader(kind: type[_Line], of: Callable[[_Line], _Read | None]) -> Callable[[bytes], _Read | None]:
-    decode = msgspec.json.Decoder(kind).decode
-    return lambda text: of(decode(text))
+    return lambda text: of(parsed(text, kind))
 
 
 FORMATS = (
@@ -158,11 +154,7 @@ def traced_requests(path: Path, block_tokens: int = 0) -> list[TracedRequest]:
 
     ``block_tokens``: if its lines do not say it; 0: 512. Raises LedgerError.
     """
-    try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
-            found = list(_parsed(path, lines, block_tokens or BLOCK_TOKENS))
-    except (OSError, EOFError) as error:
-        raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
+    found = list(_parsed(path, block_tokens or BLOCK_TOKENS))
     if not found:
         raise LedgerError(f"{path} holds no request.")
     if all(each.at is not None for each in found):
@@ -170,20 +162,16 @@ def traced_requests(path: Path, block_tokens: int = 0) -> list[TracedRequest]:
     return found
 
 
-def _parsed(path: Path, lines: Iterable[bytes], block_tokens: int) -> Iterator[TracedRequest]:
+def _parsed(path: Path, block_tokens: int) -> Iterator[TracedRequest]:
     ids, before = dict[int | str, int](), 0
     ends: dict[str, float] = {}
     form: Format | None = None
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
+    for number, text in lines_of(path):
         form = form or _format(path, text)
-        if len(text) > MOST_OF_A_LINE:
-            raise LedgerError(f"{path} line {number} is longer than {MOST_OF_A_LINE >> 20} MiB.")
         try:
             line = form.read(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise LedgerError(f"{path} line {number} is no request of a trace: {error}.") from None
+        except Unreadable as error:
+            raise LedgerError(f"{path} line {number} is no request of a trace: it {error}.") from None
         if line is None:
             continue
         size = line.block_tokens or block_tokens

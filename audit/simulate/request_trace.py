@@ -25,6 +25,9 @@ APART_US = 1_000_000
 """Where lines have no times, requests come one second apart; the first comes after as long."""
 
 
+LONGEST_TOKENS = 1 << 24
+
+
 def traced(
     path: Path,
     *,
@@ -40,6 +43,11 @@ def traced(
     """
     lines = traced_requests(path, block_tokens)
     longest = max(line.prompt + max(1, line.outputs or 0) for line in lines)
+    if longest > LONGEST_TOKENS:
+        raise LedgerError(
+            f"{path} has a request of {longest:,} tokens, and no model has a context of more than "
+            f"{LONGEST_TOKENS:,}: its simulation would not end."
+        )
     first = reversed([(NAMES[name], value) for name, value in settings if name in NAMES])
     given = {name: value for name, value in first if name != "block_size"}
     if not isinstance(given.get("blocks"), int):

@@ -14,6 +14,7 @@ from ...audit.faults.listing import KnownOfRelease, of_release
 from ...audit.release_semantics import meanings
 from ...audit.text import printable
 from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed
+from ..http_client import shown
 from ..served_engine import Server, outside
 from .faults import fault_sentence
 
@@ -84,7 +85,7 @@ def checked(server: Server) -> Checked:
     violated = any(engine.contradictions for engine in engines)
     return Checked(
         verdict="violated" if violated else "unknown" if unknown else "clean",
-        url=server.url,
+        url=shown(server.url),
         release=server.release,
         models=list(server.models),
         settings=server.settings,

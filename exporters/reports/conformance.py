@@ -5,7 +5,6 @@ The scenario, the differences and their judgement are in ``audit/conformance``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ...audit.conformance.connector_classes import find_connector
 from ...audit.conformance.key_card import EVENTS, KeyCard, KeyRow, key_card
 from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
+from ...audit.foreign import Unreadable, parsed
 from ..answer import DIM, TONES, Answer, Lines, Table, Words, counted
 
 OUTCOMES = ("clean", "inherited", "not reached", "unknown", "violated", "broke")
@@ -45,12 +45,9 @@ def options_of(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise LedgerError(f"--options is not JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise LedgerError("--options is not a JSON object")
-    return options
+        return parsed(text, dict[str, Any])
+    except Unreadable as error:
+        raise LedgerError(f"--options {error}: it takes a JSON object") from None
 
 
 def _head(card: ScoreCard) -> str:

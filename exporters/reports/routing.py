@@ -11,6 +11,7 @@ import msgspec
 from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
+from ...audit.foreign import Unreadable, lines_of, parsed
 from ...audit.replay.recorded_events import routing
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Sum, Table, Words, counted
 
@@ -29,14 +30,14 @@ class Prediction(msgspec.Struct):
 
 def predictions(path: Path) -> dict[str, dict[int, int]]:
     """A router's predictions, a line of JSON for each. Raises LedgerError for anything else."""
-    try:
-        lines = path.read_bytes().splitlines()
-        found = [msgspec.json.decode(line, type=Prediction, strict=False) for line in lines if line.strip()]
-    except OSError as error:
-        raise LedgerError(f"{path} can't be read: {error.strerror}.") from error
-    except msgspec.MsgspecError as error:
-        raise LedgerError(f"{path} has a line that is no prediction: {error}.") from None
-    return {each.request: each.predicted for each in found}
+    found: dict[str, dict[int, int]] = {}
+    for number, line in lines_of(path):
+        try:
+            each = parsed(line, Prediction, strict=False)
+        except Unreadable as error:
+            raise LedgerError(f"Line {number} of {path} {error}, so it is no prediction.") from None
+        found[each.request] = each.predicted
+    return found
 
 
 def measured(journals: Sequence[Path], index: str, predicted: Path | None = None) -> Routing:

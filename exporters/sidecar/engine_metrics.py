@@ -9,26 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ...audit.analysis.source_differences import ComparedCounter, Differences, EngineCounters, Figures
 from ...audit.causes import TIER_DEVICE, TIER_DISK, TIER_HOST, TIER_P2P, TIER_UNSPECIFIED, UNEXPLAINED
-from ...audit.errors import LedgerError
+from ...audit.foreign import MOST_COUNT, Unreadable, families
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
 from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
+from ...audit.text import printable
+from ..http_client import check_url, fetch, shown
 from ..metrics.values import state
 
-TIMEOUT_SECONDS = 5.0
-MOST_BYTES = 32 << 20
+MOST_ENGINES = 10_000
+"""No server has as many; each costs memory."""
 
 COUNTERS = {
     ("vllm:prompt_tokens_total", ""): "prompt_tokens",
@@ -50,6 +49,7 @@ COUNTERS = {
 """The figure of each vLLM counter (name, source). ``vllm:request_success`` is summed over its reasons."""
 
 ENDED = "vllm:request_success_total"
+COUNTER_NAMES = frozenset({ENDED, *(name for name, _ in COUNTERS)})
 
 
 class ScrapedEngine(NamedTuple):
@@ -61,29 +61,21 @@ class ScrapedEngine(NamedTuple):
 
 
 def counters(text: str, url: str = "") -> dict[ScrapedEngine, dict[str, float]]:
-    """The counters of every engine in a scrape, by figure. Raises ValueError if ``text`` can't be parsed."""
+    """The counters of every engine in a scrape, by figure. Raises Unreadable if ``text`` can't be parsed."""
     by_engine: dict[ScrapedEngine, dict[str, float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = sample.labels
-            figure = COUNTERS.get((sample.name, labels.get("source", "")))
-            if sample.name == ENDED:
-                figure = "requests"
-            if figure is not None:
-                engine = ScrapedEngine(url, labels.get("engine", "0"), labels.get("model_name", ""))
-                figures = by_engine.setdefault(engine, {})
-                figures[figure] = figures.get(figure, 0.0) + sample.value
+    for samples in families(text, COUNTER_NAMES).values():
+        for name, labels, value in samples:
+            figure = "requests" if name == ENDED else COUNTERS.get((name, labels.get("source", "")))
+            if figure is None:
+                continue
+            if not abs(value) < MOST_COUNT:  # a negative one is a finding
+                raise Unreadable(f"has a counter {name} that is no count")
+            engine = ScrapedEngine(url, labels.get("engine", "0"), labels.get("model_name", ""))
+            figures = by_engine.setdefault(engine, {})
+            figures[figure] = figures.get(figure, 0.0) + value
+            if len(by_engine) > MOST_ENGINES:
+                raise Unreadable(f"has more than {MOST_ENGINES:,} engines")
     return by_engine
-
-
-def fetch(url: str) -> str:
-    """Get an engine's own ``/metrics`` without a proxy. Raises OSError or ValueError."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(url, timeout=TIMEOUT_SECONDS) as response:
-        text: bytes = response.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES} bytes")
-    return text.decode()
 
 
 # --- engine metrics ------------------------------------------------------------------------------------
@@ -98,14 +90,6 @@ logger = logging.getLogger("kvledger")
 
 SCRAPE_SECONDS = 15.0
 NOTE_SECONDS = 1.0
-
-
-def check_url(url: str) -> None:
-    """Raise :class:`LedgerError` unless ``url`` is an HTTP URL."""
-    if not url.startswith(("http://", "https://")):
-        raise LedgerError(
-            f"{url!r} is no URL of an engine's metrics; an example is http://localhost:8000/metrics."
-        )
 
 
 def match(
@@ -164,7 +148,7 @@ class Reconciler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         for url in urls:
-            check_url(url)
+            check_url(url, "an engine's metrics", "http://localhost:8000/metrics")
         self._urls = urls
         self._audits = audits
         self._lock = lock
@@ -200,7 +184,7 @@ class Reconciler:
             try:
                 by_engine = counters(self._ask(url), url)
             except Exception as error:  # the other engines are still scraped
-                logger.warning("%s can't be read: %s", url, error)
+                logger.warning("%s can't be read: %s", shown(url), printable(str(error)))
                 continue
             ended = self._clock()
             scrapes |= {engine: Scrape(began, ended, figures) for engine, figures in by_engine.items()}
@@ -228,7 +212,9 @@ class Reconciler:
         unmatched = scrapes.keys() - matched.keys()
         for engine in unmatched - self._unmatched:
             logger.warning(
-                "engine %s of %s matches no single journal and is not compared", engine.number, engine.url
+                "engine %s of %s matches no single journal and is not compared",
+                printable(engine.number),
+                shown(engine.url),
             )
         self._unmatched = unmatched
 

@@ -23,10 +23,11 @@ from ...audit.errors import LedgerError
 from ...audit.journal.catalogue import find_journals
 from ...audit.replay.checkpoint import HIDDEN
 from ...audit.text import printable
+from ..http_client import check_url
 from ..metrics.otel import attach_telemetry
 from . import http_server
 from .compactor import Compactor, seconds_of
-from .engine_metrics import attach_reconciliation, check_url
+from .engine_metrics import attach_reconciliation
 from .follower import Follower, Notify, ignore
 from .pages import TELEMETRY_PATH, Site
 
@@ -223,7 +224,7 @@ def _checked(
     if not telemetry_path.startswith("/"):
         raise LedgerError(f"{telemetry_path!r} is no path of an address; an example is {TELEMETRY_PATH}.")
     for url in engine_urls:
-        check_url(url)
+        check_url(url, "an engine's metrics", "http://localhost:8000/metrics")
     security = http_server.OPEN
     if config is not None:
         from .web_config import load

@@ -16,6 +16,7 @@ import msgspec
 import yaml
 
 from ...audit.errors import LedgerError
+from ...audit.foreign import text_of
 from .http_server import Security
 
 _FIELD_VALUE = re.compile(r"[!-~]([\t -~]*[!-~])?")
@@ -80,18 +81,20 @@ class WebConfig(msgspec.Struct, forbid_unknown_fields=True):
     basic_auth_users: dict[str, str] = {}
 
 
+MOST_BYTES = 1 << 20
+
+
 def load(path: Path) -> Security:
     """Read the file. Raises :class:`LedgerError` for anything wrong in it."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LedgerError(f"{path} can't be read: {getattr(error, 'strerror', 'not UTF-8')}.") from error
+    text = text_of(path, MOST_BYTES)
     try:
         config = msgspec.convert(yaml.safe_load(text) or {}, WebConfig)
-    except yaml.YAMLError as error:
-        raise LedgerError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise LedgerError(f"{path} is nested too deeply.") from None
     except msgspec.ValidationError as error:
         raise LedgerError(f"{path} is not as it should be: {error}.") from None
+    except (yaml.YAMLError, ValueError) as error:  # a date or a number that is none is a ValueError
+        raise LedgerError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
     authorizes = None
     if config.basic_auth_users:
         from .web_users import Users

@@ -249,3 +249,35 @@ def test_it_is_said_once_if_nothing_listens(
         EventRecorder(tmp_path, Silent(stop), KEY, address).run(stop, said.append)
 
     assert [] == said if listening else ["nothing listens at" in each for each in said] == [True]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1, 2],
+        [1.0, 2],
+        [1.0, {"type": 1}],
+        [1.0, None],
+        [],
+        7,
+        [float("nan"), []],
+        [float("inf"), []],
+        [-1, []],
+    ],
+)
+def test_a_batch_that_is_none_is_counted_and_the_recorder_goes_on(tmp_path: Path, batch: Any):
+    broken = Received(1, msgspec.msgpack.encode(batch), False)
+    sums, batches = recorded(tmp_path, [message(0, 100.0), broken, message(2, 102.0)], past=[])
+
+    assert (3, 1, 0) == (sums.batches, sums.unreadable, sums.missing)
+    assert [0, 1, 0] == [each.unreadable for each in batches]
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+def test_a_number_that_no_journal_holds_is_unreadable(tmp_path: Path, number: int):
+    stored = ["BlockStored", [1], None, [1, 2], number, None, "GPU"]
+    removed = {"type": "BlockRemoved", "block_hashes": [5], "group_idx": number}
+    payload = msgspec.msgpack.encode([100.0, [stored, removed, ["AllBlocksCleared"]], 0])
+    _, batches = recorded(tmp_path, [Received(0, payload, False)], past=[])
+
+    assert [(2, 6)] == [(each.unreadable, len(each.rows)) for each in batches]

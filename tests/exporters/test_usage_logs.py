@@ -182,13 +182,21 @@ def test_lines_without_usage_or_id_are_counted_and_the_first_is_named(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{broken\n", "line 2 is no JSON object"),
-        ("[1, 2]\n", "line 2 is no JSON object"),
-        ("[" * 100_000 + "\n", "line 2 is nested too deeply"),
+        ("{broken\n", "line 2 is no JSON"),
+        ("[1, 2]\n", "line 2 is not as it should be: Expected `object`, got `array`"),
+        ('{"a": ' + "[" * 100_000 + "\n", "line 2 is nested too deeply"),
+        (
+            '{"a": ' + "9" * 5_000 + "}\n",
+            "line 2 is not as it should be: Integer value out of range - at `$[...]`",
+        ),
+        ("\xff\xfe\n", "line 2 is no JSON"),
         ('{"id": "a", "usage": {"prompt_tokens": "many"}}\n', "line 2 has a token count that is no number"),
         ('{"id": "a", "usage": {"prompt_tokens": 1.5}}\n', "line 2 has a token count that is no number"),
         ('{"id": "a", "usage": {"prompt_tokens": -1}}\n', "line 2 has a token count that is no number"),
-        ('{"id": "a", "usage": {"prompt_tokens": 1e999}}\n', "line 2 has a token count that is no number"),
+        (
+            '{"id": "a", "usage": {"prompt_tokens": 1e999}}\n',
+            "line 2 is not as it should be: Number out of range - at `$[...][...]`",
+        ),
         ('{"resourceSpans": [1]}\n', "line 2 is no OTLP: a list of objects is something else"),
         ('{"id": "a", "usage": {"prompt_tokens_details": 3}}\n', "line 2 has no usage, or no id"),
     ],
@@ -200,9 +208,6 @@ def test_a_bad_line_is_said_and_the_others_are_read(tmp_path: Path, line: str, s
     assert (2, 1, says) == (len(log.told), *log[1:3])
 
 
-def test_a_log_that_is_not_there_or_no_text_is_one_sentence(tmp_path: Path) -> None:
+def test_a_log_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"nothing.jsonl can't be read: No such file"):
         read(tmp_path / "nothing.jsonl")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LedgerError, match="is no text in UTF-8"):
-        read(tmp_path / "binary")

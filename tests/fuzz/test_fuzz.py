@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.fuzz import foreign
 from tests.fuzz.run import results, summary
 
 JOURNALS = 2_000
@@ -22,3 +23,18 @@ def test_some_mutated_journals_are_read_rightly() -> None:
     done = results(range(JOURNALS, JOURNALS + 60))
 
     assert not [one for _, one in done if one.wrong], summary(done)
+
+
+TEXTS = 12_000
+
+
+@pytest.mark.fuzz
+def test_mutated_text_of_others_is_read_or_refused() -> None:
+    assert [] == foreign.failures(TEXTS)[1]
+
+
+def test_some_mutated_text_of_others_is_read_or_refused() -> None:
+    counts, wrong = foreign.failures(500, TEXTS)
+
+    assert [] == wrong
+    assert set(foreign.READERS) == {name.partition(":")[0] for name in counts}

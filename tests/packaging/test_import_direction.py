@@ -48,7 +48,7 @@ GROUND = (
 LEDGER = (*GROUND, "audit.figures", "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
 ANALYSIS = (*CHECKS, "audit.analysis")
-REPLAY = (*ANALYSIS, "audit.journal", "audit.replay")
+REPLAY = (*ANALYSIS, "audit.foreign", "audit.journal", "audit.replay")
 EVENTS = ("audit.errors", "audit.events", "audit.pool_calls")
 OUTER = Rule(ours=("audit",))
 
@@ -69,6 +69,7 @@ RULES = {
     "audit.hash_key": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.journal.possible_events": Rule(ours=EVENTS),
     "audit.text": Rule(ours=EVENTS),
+    "audit.foreign": Rule(ours=("audit.errors", "audit.text")),
     "audit.hooks": Rule(libraries=NONE),
     "audit.release_semantics": Rule(ours=EVENTS),
     "audit.glossary": Rule(ours=GROUND),
@@ -159,7 +160,12 @@ RULES = {
     "audit.simulate": OUTER._replace(libraries=MSGSPEC | HOST),
     # what presents the audit
     "exporters": Rule(ours=("audit", "exporters"), not_ours=("audit.engines",), most_libraries=1),
-    "dashboards": Rule(ours=("audit.errors", "dashboards", "exporters.metrics.metric_list"), libraries=NONE),
+    "dashboards": Rule(
+        ours=(
+            *("audit.errors", "audit.foreign", "audit.text", "dashboards"),
+            *("exporters.http_client", "exporters.metrics.metric_list"),
+        )
+    ),
     "dashboards.rules": Rule(ours=("dashboards",), libraries=frozenset({"yaml"})),
 }
 
