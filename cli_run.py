@@ -12,7 +12,9 @@ import inspect
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -207,6 +209,7 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an id may have letters that the locale lacks
     try:
+        _end_in_order()
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:
             from typer.completion import completion_init  # type: ignore[attr-defined]
@@ -231,6 +234,21 @@ def main() -> NoReturn:
         _flush()
         os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
+
+
+def _end_in_order() -> None:
+    """Let SIGTERM end the command like an error: its temporary folders go, and its children end."""
+
+    def ended(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        processes = sys.modules.get("multiprocessing")
+        for child in processes.active_children() if processes else ():
+            child.terminate()
+        sys.exit(128 + number)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, ended)
 
 
 def _a_query_runs_on() -> bool:

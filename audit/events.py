@@ -135,7 +135,10 @@ REMOVED = "segments removed"
 
 
 class HookFailed(Event, frozen=True, array_like=True, tag=3):
-    """A hook raised, so events that it should have emitted are missing. ``removed``: it was removed."""
+    """A hook raised, so events that it should have emitted are missing. ``removed``: it was removed.
+
+    ``error``: the exception's type and where it was raised, without its text, which may be a client's.
+    """
 
     hook: str
     error: str

@@ -36,6 +36,15 @@ def printable(text: str) -> str:
     )
 
 
+def failure(error: BaseException) -> str:
+    """The type of an exception and the line that raised it: its text may hold what a client sent."""
+    at, place = "", error.__traceback__
+    while place is not None:
+        at = f" at {place.tb_frame.f_code.co_filename.rpartition('/')[2]}:{place.tb_lineno}"
+        place = place.tb_next
+    return type(error).__name__ + at
+
+
 def utc(seconds: float, *, milliseconds: bool = False) -> str:
     """A Unix time for a person, in UTC. A journal can hold any number, also one that is no date."""
     try:

@@ -6,7 +6,6 @@ has no writer, so the journal of a running engine reads like that of a killed en
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from ..audit import temporary
 from ..audit.errors import LedgerError
 from ..audit.journal.format import segment_number
 from ..audit.journal.host_folders import HostJournal, same_place
@@ -75,7 +75,7 @@ def copied(journal: Path) -> Iterator[Path]:
     if journal.exists():
         yield journal
         return
-    with tempfile.TemporaryDirectory(prefix="kvledger-") as name:
+    with temporary.folder("kvledger-") as name:
         local = same_place(Path(name) / journal.name, journal)
         system, root = _open(journal)
         if _call(journal, system.isdir, root):

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
+from .. import temporary
 from ..traffic.driver import Driver
 from ..traffic.engine_setup import EngineSetup
 from .connector_classes import Connector
@@ -254,7 +254,7 @@ def _ask(
         tokens = _run(driver, "second", second, other_tokens=other_tokens)
         return _Asked(tokens, (of_first, of_second))
     salt = uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="kvledger-keys-") as folder:
+    with temporary.folder("kvledger-keys-") as folder:
         setup = _setup(difference) | connector.setup(folder)
         if difference.of_second:
             setup_of_second = setup if control else {**setup, **difference.of_second}

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +27,7 @@ from uuid import uuid4
 import msgspec
 
 from .. import events as ev
+from .. import temporary
 from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..errors import LedgerError
@@ -122,7 +122,7 @@ def _in_own_store(
     situation: Situation, connector: Connector, asynchronous: bool, paired: bool
 ) -> tuple[SituationResult, str]:
     """Drive a situation with an empty store: in a folder of its own, and with tokens of this run alone."""
-    with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
+    with temporary.folder("kvledger-conformance-") as folder:
         setup = {**connector.setup(folder), "asynchronous": asynchronous}
         return _drive(situation, setup, folder, paired)
 
@@ -239,7 +239,7 @@ def _counts(violation: Violation, situation: Situation) -> bool:
 def _try_to_start(connector: Connector, paired: bool) -> None:
     """Start an engine with the connector, or raise :class:`LedgerError` with the reason it can't be."""
     try:
-        with tempfile.TemporaryDirectory(prefix="kvledger-conformance-") as folder:
+        with temporary.folder("kvledger-conformance-") as folder:
             engines = ObservedEngines(disaggregated=paired)
             try:
                 engines.start(**connector.setup(folder))

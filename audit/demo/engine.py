@@ -15,12 +15,12 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from .. import temporary
 from ..planted.fault import PlantedFault, planted
 from . import workload
 from .model import write_model
@@ -195,7 +195,7 @@ def run(seed: int, injection: PlantedFault | None, in_process: bool, out: TextIO
     refusals: list[str] = []
     waves = workload.LEADING_TO[injection.name] if injection else workload.DEFAULT_WAVES
     settle_environment(in_process=in_process)
-    with tempfile.TemporaryDirectory(prefix="kvledger-demo-") as folder, contextlib.ExitStack() as fault:
+    with temporary.folder("kvledger-demo-") as folder, contextlib.ExitStack() as fault:
         if not in_process:
             share_bytecode(Path(folder) / "bytecode")
         import vllm

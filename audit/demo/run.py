@@ -14,11 +14,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import temporary
 from ..analysis.source_differences import (
     Differences,
     Figures,
@@ -168,7 +168,7 @@ def _injection(name: str | None) -> PlantedFault | None:
 
 def _empty_folder(folder: Path | None) -> Path:
     if folder is None:
-        return Path(tempfile.mkdtemp(prefix="kvledger-demo-"))
+        return temporary.kept("kvledger-demo-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

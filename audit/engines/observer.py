@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from .. import events as ev
 from ..hooks import Hook, Hooks
+from ..text import failure
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .content.attached import AttachedContent
@@ -200,7 +201,7 @@ class Observer:
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
         self.log.held = None
         self.resync = True
-        self.log.emit(ev.HookFailed(self.log.now(), hook, f"{type(error).__name__}: {error}", removed))
+        self.log.emit(ev.HookFailed(self.log.now(), hook, failure(error), removed))
         if removed:  # without this hook every later figure would be wrong
             logger.warning(REMOVED, hook, type(error).__name__)
             self.stop(f"the observer of {hook} kept failing")

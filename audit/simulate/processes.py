@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .. import temporary
 from ..errors import LedgerError
 from ..release_semantics import release as parsed
 from ..repro.bisect import built, given, vllm_of
@@ -153,7 +153,7 @@ def run_away(order: Away, traffic: bytes) -> tuple[str, bytes | str]:
 
     The traffic is encoded.
     """
-    with tempfile.TemporaryDirectory(prefix="kvledger-simulate-") as folder:
+    with temporary.folder("kvledger-simulate-") as folder:
         place = Path(folder)
         (place / "traffic").write_bytes(traffic)
         job = msgspec.structs.replace(

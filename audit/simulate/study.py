@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .. import events as ev
+from .. import temporary
 from ..analysis.step_model import NO_STEPS, StepModel, fitted_with
 from ..analysis.step_times import StepSample
 from ..errors import LedgerError
@@ -223,10 +223,7 @@ class Study:
         self._away = away
         """Runs simulations of configurations elsewhere; None: they run here."""
         self._stage: Stage = stage or (lambda words, share: None)
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="kvledger-simulate-",
-            ignore_cleanup_errors=True,  # a process that is being stopped may still write into it
-        )
+        self._folder = temporary.folder("kvledger-simulate-")
         """Has the traffic, and what each simulation led to."""
         self._simulators: dict[tuple[str, ...], Simulators] = {} if shared is None else shared
         self._owned = shared is None

@@ -14,11 +14,11 @@ import inspect
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
+
+from .. import temporary
 
 STOP_TOKEN = 2
 OF_RELEASE = -1
@@ -310,11 +310,10 @@ def _model_config(setup: EngineSetup) -> Any:
 @functools.cache
 def _model_directory(name: str) -> str:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    directory = Path(tempfile.gettempdir()) / f"kvledger-{name}-{os.getuid()}"
-    directory.mkdir(exist_ok=True)
-    written = directory / f"config.{os.getpid()}"
-    written.write_text(json.dumps(_MODEL | _DRAFTER if name == "drafter" else _MODEL))
-    written.rename(directory / "config.json")
+    directory = temporary.of_process(f"kvledger-{name}-{os.getuid()}")
+    directory.joinpath("config.json").write_text(
+        json.dumps(_MODEL | _DRAFTER if name == "drafter" else _MODEL)
+    )
     return str(directory)
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from .. import temporary
+
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 """Environment variables with which numpy and torch start no threads of their own."""
 
@@ -89,12 +91,14 @@ class VllmProcess:
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), module=module)
         environ = {name: value for name, value in os.environ.items() if name != "KVLEDGER_DIR"}
+        self._folder = temporary.folder("kvledger-vllm-")
+        """Where the process and its forks put what is temporary: they are killed, and can't remove it."""
         self._process = subprocess.Popen(
             [*command, "-c", boot],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environ | ONE_THREAD | {"VLLM_LOGGING_LEVEL": "ERROR"},
+            env=environ | ONE_THREAD | {"VLLM_LOGGING_LEVEL": "ERROR", "TMPDIR": self._folder.name},
             start_new_session=True,
         )
         theirs.close()
@@ -119,6 +123,7 @@ class VllmProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.line.close()
+        self._folder.cleanup()
 
 
 class Worker:

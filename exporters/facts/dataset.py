@@ -8,7 +8,6 @@ changed.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ...audit import temporary
 from ...audit.errors import LedgerError
 from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here, readable
@@ -55,7 +55,7 @@ def facts_of_windows(
     )
     whole = partial(replayed, windows=windows, wanted=wanted)
     replays: list[list[Replayed]] = [[] for _ in windows]
-    with tempfile.TemporaryDirectory(prefix="kvledger-facts-") as folder, ExitStack() as opened:
+    with temporary.folder("kvledger-facts-") as folder, ExitStack() as opened:
         files: list[Files] = [{name: [] for name in TABLES} for _ in windows]
         for several in readable(run, whole, journals):
             for place, one in enumerate(several):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...audit import temporary
 from ...audit.replay.windows import EVERYTHING, duration
 from .hours import HOURLY, KEEP_SECONDS, Hourly
 from .kept import (
@@ -75,7 +75,7 @@ def _add_sums(found: SummedRows, kept: KeptRows, requests: Iterable[str]) -> Non
     """Add the sums of the rest of some kept rows to those that they have."""
     listed = ", ".join(map(quoted, requests)) or "''"
     ended = f"SELECT request_id, epoch_us(closed_time) FROM requests WHERE request_id IN ({listed})"
-    with tempfile.TemporaryDirectory(prefix="kvledger-sums-") as spill:
+    with temporary.folder("kvledger-sums-") as spill:
         connection = connect(Path(spill))
         try:
             mount(connection, {}, EVERYTHING, kept=[kept])

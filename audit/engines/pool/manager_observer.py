@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ... import events as ev
-from ...text import cut_id
+from ...text import cut_id, failure
 from ..step_log import Sink, StepLog
 from .pool_watch import PoolWatch
 
@@ -73,5 +73,4 @@ class ManagerObserver:
             self.log.emit(ev.EngineStopped(self.log.now(), reason))
 
     def _failed(self, hook: str, error: Exception, removed: bool) -> None:
-        message = f"{type(error).__name__}: {error}"
-        self.log.emit(ev.HookFailed(self.log.now(), hook, message, removed))
+        self.log.emit(ev.HookFailed(self.log.now(), hook, failure(error), removed))
