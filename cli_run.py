@@ -209,13 +209,12 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an id may have letters that the locale lacks
     try:
-        _end_in_order()
         words = [word for word in sys.argv[1:] if word != "--debug"]
         if COMPLETE in os.environ:
             from typer.completion import completion_init  # type: ignore[attr-defined]
 
             completion_init()
-        with left_out_to(_print_left_out) as left:
+        with _ended_in_order(), left_out_to(_print_left_out) as left:
             code = app(words, prog_name="kvledger", standalone_mode=False) or 0
         code = code or (CODES["unknown"] if left.said else 0)
         sys.stdout.flush()
@@ -236,19 +235,25 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _end_in_order() -> None:
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
     """Let SIGTERM end the command like an error: its temporary folders go, and its children end."""
 
     def ended(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
         processes = sys.modules.get("multiprocessing")
         for child in processes.active_children() if processes else ():
             child.terminate()
         sys.exit(128 + number)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, ended)
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _a_query_runs_on() -> bool:

@@ -1011,6 +1011,23 @@ GROUPS: tuple[Group, ...] = (
                 read.health("save_failures"),
             ),
             Metric(
+                "kvledger_sidecar_thread_heartbeat_timestamp_seconds",
+                "seconds",
+                "gauge",
+                "Unix time at which a thread of this sidecar last worked as it should. One that stops makes "
+                "`/-/healthy` 503.",
+                ("thread",),
+                read.threads("beat_at"),
+            ),
+            Metric(
+                "kvledger_sidecar_thread_restarts",
+                "",
+                "counter",
+                "How often a thread of this sidecar failed and began again.",
+                ("thread",),
+                read.threads("restarts"),
+            ),
+            Metric(
                 "kvledger_sidecar_compacted_timestamp_seconds",
                 "seconds",
                 "gauge",

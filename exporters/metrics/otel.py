@@ -31,6 +31,7 @@ from ...audit.errors import PACKAGES, LedgerError
 from ...audit.ledger.account import Account
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import Distribution
+from ..sidecar.threads import StartThread, start_thread
 from .metric_list import Metric, collect
 from .spans import Ids, RequestSpans
 from .values import MetricSample
@@ -138,8 +139,7 @@ class Telemetry:
         self._interval = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or INTERVAL_MILLISECONDS) / 1e3
         """Seconds from one export of the metrics to the next."""
         self._stop = threading.Event()
-        loops = (self._watch_all, self._send_metrics)
-        self._threads = [threading.Thread(target=loop, name="kvledger-otel", daemon=True) for loop in loops]
+        self._threads: list[threading.Thread] = []
         """One thread looks for new audits, the other sends metrics."""
         if "traces" in signals:
             ids = Ids()
@@ -149,10 +149,9 @@ class Telemetry:
         if "metrics" in signals:
             self._metrics = _exporter("metrics", environ)
 
-    def start(self) -> None:
-        """Start the sending threads."""
-        for thread in self._threads:
-            thread.start()
+    def start(self, start: StartThread = start_thread) -> None:
+        """Start the sending threads by ``start``."""
+        self._threads = [start("spans", self._watch_all), start("otlp", self._send_metrics)]
 
     def watch(self, engine_audit: FollowedAudit) -> None:
         """Emit spans for every request of this audit that ends from now on. The caller holds the lock."""
@@ -180,15 +179,20 @@ class Telemetry:
         if self._metrics is not None:
             self._metrics.shutdown(max(int(1e3 * (deadline - time.monotonic())), 1))
 
-    def _watch_all(self) -> None:
+    def _watch_all(self, beat: Callable[[], None]) -> None:
         while not self._stop.wait(WATCH_SECONDS):
+            beat()
             with self._lock:
                 for engine_audit in self._audits():
                     self.watch(engine_audit)
 
-    def _send_metrics(self) -> None:
-        while not self._stop.wait(self._interval):
-            self._send()
+    def _send_metrics(self, beat: Callable[[], None]) -> None:
+        due = time.monotonic() + self._interval
+        while not self._stop.wait(min(WATCH_SECONDS, max(0.0, due - time.monotonic()))):
+            beat()
+            if time.monotonic() >= due:
+                due += self._interval
+                self._send()
         self._send()
 
     def _send(self) -> None:
@@ -206,12 +210,13 @@ def attach_telemetry(
     audits: Callable[[], Sequence[FollowedAudit]],
     lock: AbstractContextManager[object],
     environ: Environ = os.environ,
+    start: StartThread = start_thread,
 ) -> Telemetry | None:
     """Start sending if the variables turn it on. Raises :class:`LedgerError` if they are wrong."""
     if not wanted(environ):
         return None
     telemetry = Telemetry(audits, lock, environ)
-    telemetry.start()
+    telemetry.start(start)
     return telemetry
 
 

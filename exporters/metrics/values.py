@@ -344,6 +344,23 @@ LOSS_REASONS = (
 )
 
 
+class ThreadHealth(msgspec.Struct):
+    """One thread of the sidecar: when it last said that it works, and how long it may be silent."""
+
+    beat_at: float
+    """Unix time."""
+    silent_seconds: float
+    failed: bool = False
+    """Whether it ended by an error and did not work since."""
+    restarts: int = 0
+    """How often it began again."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it failed, or was silent for too long."""
+        return self.failed or time.time() - self.beat_at > self.silent_seconds
+
+
 class Health(msgspec.Struct):
     """The follower's own figures."""
 
@@ -371,6 +388,8 @@ class Health(msgspec.Struct):
     """Time that the last compaction took, also one that failed."""
     compact_failures: int = 0
     """Compactions that failed."""
+    threads: dict[str, ThreadHealth] = {}
+    """The threads beside the reader, by name."""
 
 
 def health(of: str) -> MetricReader:
@@ -378,6 +397,17 @@ def health(of: str) -> MetricReader:
     return lambda audits: (
         [MetricSample((), getattr(audits.health, of))] if isinstance(audits, EngineAudits) else []
     )
+
+
+def threads(of: str) -> MetricReader:
+    """A figure of each thread that this sidecar runs."""
+
+    def samples(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:
+        if isinstance(audits, EngineAudits):
+            for name, one in audits.health.threads.items():
+                yield MetricSample((name,), getattr(one, of))
+
+    return samples
 
 
 def losses(audits: Sequence[FollowedAudit]) -> Iterator[MetricSample]:

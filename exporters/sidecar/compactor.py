@@ -17,8 +17,12 @@ from ...audit.replay.windows import duration
 from ...audit.text import utc
 from ..metrics.values import Health
 from .follower import Notify
+from .threads import Beat, StartThread, ignore_beat, start_thread
 
 COMPACT = "import os; os.nice(10); from kvledger.cli import main; main()"
+BEAT_SECONDS = 10.0
+"""How often the thread says that it waits."""
+
 LOOK_SECONDS = 0.2
 """How often a running process is looked at."""
 
@@ -77,23 +81,31 @@ class Compactor:
         self._inform = inform or (lambda _: None)
         self._stop = threading.Event()
         """Ends the thread, and the process that runs."""
-        self._thread = threading.Thread(target=self._run, name="kvledger-compact", daemon=True)
+        self._beat: Beat = ignore_beat
+        """Says that the thread works."""
+        self._thread: threading.Thread | None = None
+        """Runs the processes, once it is started."""
         self._problem = ""
         """The last sentence of a process that failed; it is not repeated."""
 
-    def start(self) -> None:
+    def start(self, start: StartThread = start_thread) -> None:
         """Begin; the first time after one interval."""
-        self._thread.start()
+        self._thread = start("compact", self._run)
 
     def close(self) -> None:
         """End, together with the process that runs. What it wrote is whole or not counted."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(2 * LOOK_SECONDS)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._once()
+    def _run(self, beat: Beat = ignore_beat) -> None:
+        self._beat = beat
+        due = time.monotonic() + self._seconds
+        while not self._stop.wait(min(BEAT_SECONDS, max(0.0, due - time.monotonic()))):
+            beat()
+            if time.monotonic() >= due:
+                self._once()
+                due = time.monotonic() + self._seconds
 
     def _once(self) -> None:
         """Compact, and say how it went."""
@@ -123,6 +135,7 @@ class Compactor:
                     _, text = process.communicate(timeout=LOOK_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
+                    self._beat()
                     late = time.monotonic() > ends
                     if late or self._stop.is_set():
                         _end(process)

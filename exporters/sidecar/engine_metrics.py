@@ -25,6 +25,7 @@ from ...audit.replay.observers import Reconciled
 from ...audit.text import printable
 from ..http_client import check_url, fetch, shown
 from ..metrics.values import state
+from .threads import Beat, ignore_beat
 
 MOST_ENGINES = 10_000
 """No server has as many; each costs memory."""
@@ -172,10 +173,11 @@ class Reconciler:
             self._scraped = now
             self._scrape()
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, beat: Beat = ignore_beat) -> None:
         """Take a turn every second until ``stop`` is set."""
         while not stop.wait(NOTE_SECONDS):
             self.turn()
+            beat()
 
     def _scrape(self) -> None:
         scrapes: dict[ScrapedEngine, Scrape] = {}
@@ -228,18 +230,6 @@ def _began_at_zero(engine_audit: FollowedAudit, audits: Sequence[FollowedAudit])
         and not (ledger.sums.gaps or ledger.sums.hook_failures)
         and len(alike) == 1
     )
-
-
-def attach_reconciliation(
-    urls: Sequence[str],
-    audits: Callable[[], Sequence[FollowedAudit]],
-    lock: AbstractContextManager[object],
-    stop: threading.Event,
-) -> threading.Thread:
-    """Reconcile in a daemon thread until ``stop`` is set. Raises :class:`LedgerError` for a bad URL."""
-    thread = threading.Thread(target=Reconciler(urls, audits, lock).run, args=(stop,), daemon=True)
-    thread.start()
-    return thread
 
 
 # --- compare counters ----------------------------------------------------------------------------------

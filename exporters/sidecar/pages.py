@@ -161,10 +161,13 @@ class Site:
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
     def _healthy(self) -> Page:
-        """Whether the follower moves on. Takes no lock."""
+        """Whether the follower and the other threads move on. Takes no lock."""
         seconds = self._follower.stuck_seconds
         if seconds:
             return 503, PLAIN, f"No journal was read on for {seconds:.0f} seconds.\n".encode()
+        dead = [name for name, one in list(self._follower.health.threads.items()) if one.is_dead]
+        if dead:
+            return 503, PLAIN, f"Not at work: {', '.join(dead)}. The log says why.\n".encode()
         return 200, PLAIN, b"Healthy.\n"
 
     def _findings(self) -> Page:

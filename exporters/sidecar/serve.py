@@ -27,9 +27,10 @@ from ..http_client import check_url
 from ..metrics.otel import attach_telemetry
 from . import http_server
 from .compactor import Compactor, seconds_of
-from .engine_metrics import attach_reconciliation
+from .engine_metrics import Reconciler
 from .follower import Follower, Notify, ignore
 from .pages import TELEMETRY_PATH, Site
+from .threads import Threads
 
 VARIABLE = "NOTIFY_SOCKET"
 
@@ -148,23 +149,25 @@ def serve(
         raise LedgerError(f"{kept} can't be written: {error.strerror}.") from error
     reading = _Reading(follower)
     stop = reading.stop
+    threads = Threads(follower.health, notify, stop)
     telemetry = None
 
     def ready(url: str) -> None:
         inform(f"Serving {url}{telemetry_path}")
         tell_systemd(STATUS=f"Serving {url}{telemetry_path}")
         if engine_urls:
-            attach_reconciliation(engine_urls, lambda: follower.audits, follower.lock, stop)
+            reconciler = Reconciler(engine_urls, lambda: follower.audits, follower.lock)
+            threads.start("reconcile", lambda beat: reconciler.run(stop, beat))
 
     try:
-        telemetry = attach_telemetry(lambda: follower.audits, follower.lock)
+        telemetry = attach_telemetry(lambda: follower.audits, follower.lock, start=threads.start)
         if telemetry is not None:
             follower.on_opened.append(telemetry.watch)
         site = Site(follower, security, notify, telemetry_path)
         server = http_server.listen(address, site, security)
         if writer is not None:
             writer.health = follower.health
-            writer.start()
+            writer.start(threads.start)
         tell_systemd(READY=1, STATUS="Reading the events that were written before the start")
         try:
             reading.when_ready = lambda: ready(server.url)
