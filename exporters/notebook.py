@@ -16,7 +16,6 @@ commands. Every answer is displayed by the notebook, and has its figures as ``da
 from __future__ import annotations
 
 import io
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..audit import temporary
 from ..audit.checks.auditor import Found, Verdict
 from ..audit.checks.coverage import Coverage, count_words, verdict_words
 from ..audit.checks.registry import Severity, Violation
@@ -311,7 +311,7 @@ class AttachedAudit(LiveAudit, Answers):
     def _journals(self, *, local: bool = False) -> Iterator[tuple[list[Path], Run]]:
         from .inputs import reading
 
-        with tempfile.TemporaryDirectory(prefix="kvledger-") as folder:
+        with temporary.folder() as folder:
             writer = self._write(Path(folder, "attached"))
             try:  # while the writer holds the journal, the engine counts as running
                 with reading([writer.folder], local=local) as both:
