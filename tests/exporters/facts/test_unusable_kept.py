@@ -92,7 +92,7 @@ SPOIL: dict[str, Callable[[Path], object]] = {
 def compacted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The journal of an engine that runs, in several segments, compacted."""
     engine = Engine(tmp_path_factory.mktemp("compacted"))
-    engine.run(1_500)
+    engine.run(800)
     assert 2 < len(segments(engine.path))
     assert "" == compact(engine.path).problem
     return engine.path
