@@ -79,7 +79,7 @@ def coverage(scheduler: Any) -> Found:
 
 
 def no_leak(scheduler: Any) -> Found:
-    """blocks/leak: No block is held for a request that has ended, or has given it up."""
+    """blocks/leak: No block is held for a request that has ended, or has given it up, or for nobody."""
     for name, blocks in _tables(scheduler):
         request = scheduler.requests.get(name)
         if request is None or (request.is_finished() and scheduler.connector is None):

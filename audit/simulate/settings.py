@@ -101,9 +101,6 @@ def setup(traffic: Traffic, changes: Mapping[str, Setting]) -> dict[str, Any]:
         for name in (*NAMES.values(), "drafts", "load_failure_policy", "kv_role", "drafter")
         if recorded.get(name) is not None
     }
-    retention = NAMES["prefix_cache_retention_interval"]
-    if retention in recorded:  # None is a value: all checkpoints stay
-        arguments[retention] = recorded[retention]
     if arguments.get("drafter") not in ("eagle", "ngram"):
         arguments.pop("drafter", None)
     if recorded.get("connector") is not None:

@@ -21,8 +21,6 @@ from typing import Any, Literal
 from .. import temporary
 
 STOP_TOKEN = 2
-OF_RELEASE = -1
-"""A setting that is what the release has by default."""
 CONNECTORS = f"{__package__}.connector"
 """The module of the connectors that answer as a script says."""
 BlockHasher = Callable[[Any], list[Any]]
@@ -78,9 +76,9 @@ class EngineSetup:
     """Preempted requests of a consumer keep their output in flight; those of a producer lose it."""
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     prefix_caching: bool = True
-    prefix_cache_retention_interval: int | None = OF_RELEASE
-    """Tokens between the checkpoints of windows and states that stay cached; None: all of them. Since 0.30
-    the default is 0, with which only those at the end of a prompt stay."""
+    prefix_cache_retention_interval: int | None = None
+    """Tokens between the checkpoints of windows and states that stay cached; None: all of them. Real engines
+    have 0 since 0.30, with which only those at the end of a prompt stay."""
     chunked_prefill: bool = True
     reserve_full_isl: bool = False
     """Off, unlike in vLLM, because it prevents preemption during prefill."""
@@ -133,7 +131,7 @@ def build_scheduler(setup: EngineSetup) -> Any:
     arguments = _accepted(
         Scheduler,  # subclasses take the same arguments as **kwargs
         vllm_config=config,
-        kv_cache_config=_kv_cache_config(setup, config.cache_config),
+        kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(config),
         block_size=math.lcm(*setup.group_tokens) if setup.group_tokens else setup.block_size,
         hash_block_size=setup.block_size,
@@ -258,7 +256,7 @@ def _vllm_config(setup: EngineSetup) -> Any:
         block_size=setup.block_size,
         cache_dtype=setup.cache_dtype,
         enable_prefix_caching=setup.prefix_caching,
-        **_given(prefix_cache_retention_interval=setup.prefix_cache_retention_interval),
+        prefix_cache_retention_interval=setup.prefix_cache_retention_interval,
     )
     config = VllmConfig(
         model_config=model,
@@ -284,11 +282,6 @@ def _vllm_config(setup: EngineSetup) -> Any:
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.scheduler_config.disable_hybrid_kv_cache_manager = len(setup.groups) == 1
     return config
-
-
-def _given(**settings: Any) -> dict[str, Any]:
-    """The settings without those that are the release's own default."""
-    return {name: value for name, value in settings.items() if value != OF_RELEASE}
 
 
 def _model_config(setup: EngineSetup) -> Any:
@@ -367,7 +360,7 @@ _ATTENTION = {
 """vLLM's class of each kind of group, and what it calls the length of a window."""
 
 
-def _kv_cache_config(setup: EngineSetup, cache_config: Any) -> Any:
+def _kv_cache_config(setup: EngineSetup) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface as of
 
@@ -398,7 +391,7 @@ def _kv_cache_config(setup: EngineSetup, cache_config: Any) -> Any:
         num_blocks=setup.blocks,
         kv_cache_tensors=[],
         kv_cache_groups=groups,
-        prefix_cache_retention_interval=getattr(cache_config, "prefix_cache_retention_interval", None),
+        prefix_cache_retention_interval=setup.prefix_cache_retention_interval,
     )
 
 

@@ -213,10 +213,10 @@ def late_device(runner: list[OffloadRunner]) -> Iterator[None]:
 def _with_tensors(build: Callable[..., Any]) -> Callable[..., Any]:
     """The KV cache configuration, with the tensors that the connector reads its sizes from."""
 
-    def built(*arguments: Any) -> Any:
+    def built(setup: Any) -> Any:
         from vllm.v1.kv_cache_interface import KVCacheTensor
 
-        config, size = build(*arguments), BLOCKS * PAGE_BYTES
+        config, size = build(setup), BLOCKS * PAGE_BYTES
         if "shared_by" in inspect.signature(KVCacheTensor).parameters:
             tensors = [KVCacheTensor(size=size, shared_by=[name]) for name in NAMES]
         else:
