@@ -139,7 +139,7 @@ def check(
     "/var/lib/kvledger --log litellm.jsonl --since 1d --format csv",
     exit_codes=(
         "Exit codes: 0 every call is equal or explained; 1 a difference is unexplained; 2 bad usage or "
-        "input; 3 a call is not in the trace, its account is incomplete, or no call is told of."
+        "input; 3 a call is not in the trace, its account is incomplete, or the log tells of no call."
     ),
 )
 def usage(

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..audit import temporary
-from ..audit.checks.auditor import Found, Verdict
+from ..audit.checks.auditor import Found, Listed, Verdict
 from ..audit.checks.coverage import Coverage, count_words, verdict_words
-from ..audit.checks.registry import Severity, Violation
+from ..audit.checks.registry import Violation
 from ..audit.entry.attach import LiveAudit, attached
 from ..audit.errors import LedgerError, missing
 from ..audit.figures.totals import Totals
@@ -229,7 +229,7 @@ class Answers(ABC):
         return Shown(*audit.answer(self._report()))._repr_html_()
 
 
-class Audit(Answers):
+class Audit(Listed, Answers):
     """The journals at some paths.
 
     ``since`` and ``until`` are as for the commands: an ISO time, or a span before now such as ``1h``. Raises
@@ -264,18 +264,8 @@ class Audit(Answers):
         """``clean``, ``violated`` or ``unknown``."""
         return self._read.verdict
 
-    @property
-    def violations(self) -> list[Violation]:
-        """What the engines did wrong, without drifts, in the order of its first occurrence."""
-        return self._listed("violation")
-
-    @property
-    def drifts(self) -> list[Violation]:
-        """Figures that the engines count by a deliberate but misleading rule; the verdict stays clean."""
-        return self._listed("drift")
-
-    def _listed(self, severity: Severity) -> list[Violation]:
-        return [finding for finding in self._read.violations if finding.severity == severity]
+    def _findings(self) -> list[Violation]:
+        return self._read.violations
 
     @property
     def found(self) -> list[Found]:

@@ -151,8 +151,11 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
             if each.labels.get("engine", "0") == engine.number
         ]
 
-    unit, capacity = unit_of(labels), _number(labels, "kv_cache_size_tokens")
-    blocks, block_size = _number(labels, "num_gpu_blocks"), _number(labels, "block_size")
+    unit, capacity = unit_of(labels), whole_number(labels.get("kv_cache_size_tokens", ""))
+    blocks, block_size = (
+        whole_number(labels.get("num_gpu_blocks", "")),
+        whole_number(labels.get("block_size", "")),
+    )
     if capacity is None and blocks and block_size:
         capacity = blocks * block_size
     lengths = [
@@ -184,16 +187,12 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
 
 def unit_of(labels: Mapping[str, str]) -> int | None:
     """The tokens in units of which prompts hit, by the labels of the cache's configuration."""
-    return next((size for name in UNITS if (size := _number(labels, name))), None)
+    return next((size for name in UNITS if (size := whole_number(labels.get(name, "")))), None)
 
 
 def _cache(scraped: Scraped, engine: str) -> dict[str, str]:
     found = [sample.labels for sample in scraped.families.get(CACHE, ())]
     return next((each for each in found if each.get("engine", "0") == engine), found[0] if found else {})
-
-
-def _number(labels: Mapping[str, str], name: str) -> int | None:
-    return whole_number(labels.get(name, ""))
 
 
 def _probed(server: Server, get: Get, ends: float) -> Probe:

@@ -202,6 +202,24 @@ NameOf = Callable[[EngineStarted], str]
 """The name of an engine in findings."""
 
 
+class Listed:
+    """Lists findings by severity, in the order of their first occurrence, engine by engine."""
+
+    def _findings(self) -> list[Violation]:
+        """All findings so far, drifts included."""
+        raise NotImplementedError
+
+    @property
+    def violations(self) -> list[Violation]:
+        """What the engine did wrong so far, without drifts."""
+        return [finding for finding in self._findings() if finding.severity == "violation"]
+
+    @property
+    def drifts(self) -> list[Violation]:
+        """Figures that the engine counts by a deliberate but misleading rule; the verdict stays clean."""
+        return [finding for finding in self._findings() if finding.severity == "drift"]
+
+
 class Auditor:
     """Posts events to its ledger and runs the checks on the entries.
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..checks.auditor import Auditor, Found, Verdict
+from ..checks.auditor import Auditor, Found, Listed, Verdict
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
-from ..checks.registry import Severity, Violation
+from ..checks.registry import Violation
 from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version, is_sglang
 from ..engines.content.attached import worker_of
@@ -50,7 +50,7 @@ class AuditError(AssertionError):
         self.violation = violation
 
 
-class LiveAudit:
+class LiveAudit(Listed):
     """One attached scheduler and its accounts so far. Several threads may read it while the engine runs."""
 
     def __init__(self, scheduler: Any, worker: Any, *, strict: bool, level: str, stacks: bool) -> None:
@@ -75,19 +75,9 @@ class LiveAudit:
             if level == "content":
                 self._observer.watch_content(worker)
 
-    @property
-    def violations(self) -> list[Violation]:
-        """What the engine did wrong so far, without drifts, in the order of its first occurrence."""
-        return self._listed("violation")
-
-    @property
-    def drifts(self) -> list[Violation]:
-        """Figures that the engine counts by a deliberate but misleading rule; the verdict stays clean."""
-        return self._listed("drift")
-
-    def _listed(self, severity: Severity) -> list[Violation]:
+    def _findings(self) -> list[Violation]:
         with self._caught_up() as auditor:
-            return [finding for finding in auditor.violations if finding.severity == severity]
+            return list(auditor.violations)
 
     @property
     def found(self) -> list[Found]:

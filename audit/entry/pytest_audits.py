@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks.auditor import Auditor, Found
+from ..checks.auditor import Auditor, Found, Listed
 from ..checks.coverage import ledger_coverage
-from ..checks.registry import Severity, Violation
+from ..checks.registry import Violation
 from ..events import HookFailed
 from ..figures.totals import Totals
 from ..journal.memory_recorder import MemoryRecorder
@@ -64,7 +64,7 @@ class AuditedInstance:
         self._failed_hooks += [event for event in events if isinstance(event, HookFailed)]
 
 
-class TestAudits:
+class TestAudits(Listed):
     """The audits of the engines that the running test has built so far, summed up."""
 
     __test__ = False  # pytest must not collect this class where a test module imports it
@@ -82,19 +82,8 @@ class TestAudits:
         """How many engines and KV cache managers are observed."""
         return len(self._audited)
 
-    @property
-    def violations(self) -> list[Violation]:
-        """What the engines did wrong so far, without drifts, engine by engine."""
-        return self._listed("violation")
-
-    @property
-    def drifts(self) -> list[Violation]:
-        """Figures that the engines count by a deliberate but misleading rule."""
-        return self._listed("drift")
-
-    def _listed(self, severity: Severity) -> list[Violation]:
-        findings = [finding for auditor in self._auditors() for finding in auditor.violations]
-        return [finding for finding in findings if finding.severity == severity]
+    def _findings(self) -> list[Violation]:
+        return [finding for auditor in self._auditors() for finding in auditor.violations]
 
     @property
     def totals(self) -> Totals:

@@ -271,7 +271,7 @@ def ended(connection: Any, work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             found.append(work())
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # the waiting caller raises it
             raised.append(error)
         finally:
             done.set()

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def cores() -> dict[str, Path]:
-    """The file of the engine core by release: of the one installed here, and of those that were built."""
+    """The engine core's file of the release that is installed here, and of each one that was built."""
     found = importlib.util.find_spec("vllm")
     assert found is not None and found.origin is not None
     here = {"installed": Path(found.origin).parent / "v1/engine/core.py"}
