@@ -10,7 +10,7 @@ SLOW := benchmark or browser or crash or fuzz or golden or packaging or programs
 # Python keeps bytecode even where the machine says otherwise: hundreds of processes import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all lint bench instructions proof releases differential fuzz docs site sizes clean
+.PHONY: help demo test test-all lint bench proof releases differential fuzz docs site sizes clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -36,16 +36,12 @@ bench: ## measure what the hooks cost an engine step
 	$(READY) test
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-instructions: ## count the instructions of an engine step, bare and observed; needs valgrind
-	$(READY) test
-	$(BIN)/python benchmarks/instructions.py $(ARGS)
-
 fuzz: ## read 100,000 mutated journals, and as many texts of others; JOURNALS=n for another number
 	$(READY) test
 	$(BIN)/python -m tests.fuzz.run $(or $(JOURNALS),100000) $(ARGS)
 	$(BIN)/python -m tests.fuzz.foreign $(or $(JOURNALS),100000) $(ARGS)
 
-proof: ## prove a claim with real engines; NAME=whatif, ARGS are passed on; without NAME it lists them
+proof: ## prove a claim with real engines; NAME=routed, ARGS are passed on; without NAME it lists them
 	$(READY) test
 	@$(BIN)/python -m proofs $(NAME) $(ARGS)
 

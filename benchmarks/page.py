@@ -15,7 +15,7 @@ from kvledger.audit.engines import host_version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-INSTRUCTIONS, LONG_RUN, LONG_JOURNALS = "## Instructions\n", "## A long run\n", "## Long journals\n"
+LONG_RUN, LONG_JOURNALS = "## A long run\n", "## Long journals\n"
 """Headings of sections of docs/performance.md."""
 
 
@@ -50,7 +50,7 @@ def machine() -> str:
 
 def read_table(page: Path = PAGE) -> list[tuple[str, ...]]:
     """The cells of the first table on the page, one tuple for each row."""
-    return _rows(page.read_text().partition(INSTRUCTIONS)[0])
+    return _rows(page.read_text().partition(LONG_RUN)[0])
 
 
 def read_rows(heading: str, page: Path = PAGE) -> list[tuple[str, ...]]:
@@ -64,8 +64,8 @@ def _rows(part: str) -> list[tuple[str, ...]]:
 
 
 def put_first(part: str, page: Path = PAGE) -> None:
-    """Replace what stands above the heading of the instructions."""
-    _, heading, rest = page.read_text().partition(f"\n{INSTRUCTIONS}")
+    """Replace what stands above the heading of the long run."""
+    _, heading, rest = page.read_text().partition(f"\n{LONG_RUN}")
     page.write_text(part.strip("\n") + "\n" + (f"{heading}{rest}" if heading else ""))
 
 

@@ -234,8 +234,7 @@ class Lane:
         )
         self.scheduler: Any = build_scheduler(setup)
         hasher = block_hasher(self.scheduler)
-        self.make_clients = functools.partial(Clients, workload, setup, longest, hasher)
-        self.clients = self.make_clients()
+        self.clients = Clients(workload, setup, longest, hasher)
         self.request_steps = 0
         self.generated_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Runs one proof: `make proof NAME=whatif ARGS="--seed 1"`. Without a name it lists them.
+"""Runs one proof: `make proof NAME=traces ARGS="FILE"`. Without a name it lists them.
 
 docs/testing.md says what each proves, how long it takes and which page it writes.
 """
@@ -22,7 +22,6 @@ NAMES = (
     "long_run",
     "mutants",
     "parallel",
-    "pictures",
     "repro",
     "routed",
     "simulate",
@@ -32,7 +31,6 @@ NAMES = (
     "turns",
     "upstream",
     "weights",
-    "whatif",
 )
 
 

@@ -1,15 +1,14 @@
 """Runs agent chats with planted causes on two real servers, and compares what kvledger says of each turn.
 
-    make proof NAME=turns ARGS="[--sessions 300] [--folder FOLDER] [--kvlint] [--write]"
+    make proof NAME=turns ARGS="[--sessions 300] [--folder FOLDER] [--write]"
 
 Each word of the model's vocabulary has three letters, so the client knows the tokens of every prompt and
 answer. What a turn must miss is computed from them, and from the cached tokens that the server reports.
-FOLDER has each server's journals, and what was asked (``asked.jsonl``, for other tools).
+FOLDER has each server's journals.
 The clients think for some time and ask again, up to thirty times. Planted are: a time in the system prompt,
 tools in another order, a changed tool, a rewritten history, an answer that comes back shorter, a turn on the
 other server, a reset of the prefix cache, and a pause in which other requests take the blocks. Most sessions
-have nothing planted. ``--write`` puts the table into docs/turns.md. ``--kvlint`` gives the same requests to
-kvlint, which is downloaded, and compares what it says.
+have nothing planted. ``--write`` puts the table into docs/turns.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import http.client
 import json
 import random
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,12 +35,9 @@ from kvledger.audit.replay.block_traces import block_turns
 from kvledger.exporters.facts.kept_blocks import recorded_blocks
 from kvledger.exporters.reports.turns import turns
 
-from . import kvlint
-
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "turns.md"
 BEGIN, END = "<!-- make proof NAME=turns ARGS=--write -->", "<!-- end -->"
-KVLINT_BEGIN = '<!-- make proof NAME=turns ARGS="--sessions 60 --kvlint --write" -->'
 BLOCK = 32
 WORDS = ["".join(letters) for letters in product("bdfgklmn", "aeiouy", "bdfgklmnprs")][:507]
 MARKS = ["<S>", "<U>", "<A>", "<T>", "<E>"]
@@ -70,8 +65,6 @@ class Chats(Engine):
         super().__init__(folder, journals)
         write_tokenizer(folder / "model")
         self.name, self.blocks = name, blocks
-        self.asked: list[str] = []
-        """What was asked, in order: kvlint reads such a log."""
 
     def command(self) -> list[str]:
         words = [word for word in super().command() if word != "--skip-tokenizer-init"]
@@ -101,7 +94,6 @@ class Chats(Engine):
             "model": "tiny", "max_tokens": output, "temperature": 0, "ignore_eos": True,
             "tool_choice": "none", "skip_special_tokens": False,
         }  # fmt: skip
-        self.asked.append(json.dumps({"timestamp": time.time(), "user": name, **asked}))
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
         connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
@@ -254,14 +246,10 @@ def expected(before: Sent, turn: Sent) -> dict[str, int]:
     return {each: tokens for each, tokens in found.items() if tokens}
 
 
-def named_turns(told: Sequence[Turn]) -> dict[str, Turn]:
-    """The turns by the names that the client gave the requests."""
-    return {part_of(turn.request_id).call.removeprefix("chatcmpl-"): turn for turn in told}
-
-
 def compare(sessions: Sequence[Session], told: Sequence[Turn]) -> Iterator[str]:
     """The rows of the table: planted changes, those whose cause and tokens are right, and false ones."""
-    by_name = named_turns(told)
+    # by the names that the client gave the requests
+    by_name = {part_of(turn.request_id).call.removeprefix("chatcmpl-"): turn for turn in told}
     rows: dict[str, Counter[str]] = {kind: Counter() for kind in CAUSES}
     for session in sessions:
         for number, turn in enumerate(session.sent):
@@ -318,7 +306,6 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--kvlint", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kvledger-turns-"))
@@ -339,31 +326,14 @@ def main() -> None:
     finally:
         for server in (large, small):
             server.stop()
-    for server in (large, small):
-        (server.folder / "asked.jsonl").write_text("".join(f"{one}\n" for one in server.asked))
     every = [*sessions, *apart]
     told = turns([journals]).each
     table = list(compare(every, told))
     print(f"{len(every)} sessions, {sum(len(one.sent) for one in every):,} requests")
     print("\n".join(table))
     print(inferred(journals))
-    if args.kvlint:
-        program = kvlint.install(folder)
-        linted: dict[str, kvlint.Linted] = {}
-        for server in (large, small):
-            linted |= kvlint.lint(program, server.folder, server.asked, BLOCK)
-        later = [turn for one in every for turn in one.sent[1:]]
-        planted = {turn.name: turn.planted or QUIET for turn in later}
-        hits = {turn.name: turn.cached for turn in later}
-        compared = list(kvlint.compare(planted, hits, linted, named_turns(told)))
-        print("\n".join(compared))
     if args.write:
-        write(KVLINT_BEGIN, compared) if args.kvlint else write(BEGIN, [*table, "", inferred(journals)])
-
-
-def write(begin: str, lines: Sequence[str]) -> None:
-    """Put lines behind a mark of the page."""
-    put_between(begin, END, lines, PAGE)
+        put_between(BEGIN, END, [*table, "", inferred(journals)], PAGE)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import content_grid
 import expectations as expected
-import lmcache_stores
 from expectations import Expected
 from releases import BIN, CORE, MATRIX, build, environ
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "detection.md"
-WHOLE = ROOT / "docs" / "reference" / "whole-engine-0.17.0.txt"
-"""The output of scripts/whole_engine_017.py."""
 
 
 class Unexpected(NamedTuple):
@@ -245,19 +242,6 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "the released packages.",
             "",
             *content_grid.section(contents),
-            *lmcache_stores.section(),
-            "## negative-local-hit on a whole engine",
-            "",
-            "The same report on the whole engine of vLLM 0.17.0 on a CPU, with scheduler, model and",
-            "Prometheus counters. The engine adds -64 to a counter, the counter raises, and",
-            "`LLMEngine.step()` raises the error instead of returning the outputs of that step.",
-            "`scripts/whole_engine_017.py` prints this and describes how to build its environment; `make",
-            "releases` does not run it.",
-            "",
-            "```",
-            WHOLE.read_text().rstrip(),
-            "```",
-            "",
             "## vLLM's own tests under the ledger",
             "",
             "[upstream-tests.md](upstream-tests.md): the tests of vLLM's source distributions, as they are",

@@ -11,33 +11,9 @@ from typing import Any
 
 import pytest
 from benchmarks import scheduler
-from benchmarks.instructions import Doubled
-from benchmarks.scheduler import BLOCK_STEPS, BY_KEY, EQUAL, LANES, ORDERS, Effort, Lane
+from benchmarks.scheduler import BLOCK_STEPS, BY_KEY, EQUAL, LANES, ORDERS, Effort
 
 real_engine = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="steps a real vLLM")
-
-STEPS = 40
-
-
-def state(lane: Lane) -> dict[str, list[int]]:
-    """The tokens of every request."""
-    return {name: list(request.all_token_ids) for name, request in lane.scheduler.requests.items()}
-
-
-def stepped(lane: Lane) -> Lane:
-    for _ in range(STEPS):
-        lane.step()
-    return lane
-
-
-@real_engine
-@pytest.mark.parametrize("key", ["churn-short", "speculative"])
-def test_doubling_the_work_around_the_scheduler_changes_no_step(key: str) -> None:
-    workload, effort = replace(BY_KEY[key], running=8), Effort(1, STEPS)
-    doubled = Doubled(workload, effort)
-
-    assert state(stepped(Lane(workload, effort, log_stats=True))) == state(stepped(doubled))
-    assert doubled.clients.requests == doubled.twin.requests > 0
 
 
 @real_engine
