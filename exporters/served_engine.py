@@ -43,7 +43,6 @@ CACHE = "vllm:cache_config_info"
 ADAPTERS = "vllm:lora_requests_info"
 DRAFTS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 LENGTHS = {part: f"vllm:request_prompt_tokens_{part}" for part in ("bucket", "count")}
-GENERATED = "vllm:generation_tokens_total"
 EXTERNAL = "external_queried_tokens"
 HITS = ("local_hit_tokens", "external_hit_tokens")
 UNITS = ("cache_hit_alignment_tokens", "hash_block_size", "prefix_match_unit", "block_size")
@@ -52,7 +51,7 @@ IDENTITIES = ("process_start_time_seconds", "vllm:prompt_tokens_created")
 """Samples that stay the same while a server lives, and differ from server to server."""
 
 _DRAFTS = frozenset({DRAFTS, f"{DRAFTS}_total"})
-_WANTED = _DRAFTS | COUNTER_NAMES | {CACHE, ADAPTERS, GENERATED, *LENGTHS.values(), *IDENTITIES}
+_WANTED = _DRAFTS | COUNTER_NAMES | {CACHE, ADAPTERS, *LENGTHS.values(), *IDENTITIES}
 """The lines that are parsed; the histograms of many engines take seconds."""
 
 Get = Callable[[str], str]
@@ -166,7 +165,6 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
     prompt, cached = figures.get("prompt_tokens", 0.0), figures.get("cached_tokens")
     if cached is None:
         cached = figures.get("local_hit_tokens")
-    generated = sum(value for _, value in samples(GENERATED))
     return Outside(
         prefix_caching={"True": True, "False": False}.get(labels.get("enable_prefix_caching", "")),
         unit=unit,
@@ -174,7 +172,7 @@ def outside(server: Server, engine: ScrapedEngine) -> Outside:
         capacity=capacity,
         queried=figures.get("local_queried_tokens"),
         hits=figures.get("local_hit_tokens"),
-        computed=None if cached is None else prompt - cached + generated,
+        computed=None if cached is None else prompt - cached + figures.get("output_tokens", 0.0),
         prompts=sum(n for _, n in samples(LENGTHS["count"])),
         prompt_tokens=prompt,
         short_prompts=max((n for most, n in lengths if unit is not None and most <= unit), default=0.0),

@@ -48,6 +48,9 @@ PROMPTS = (
     Relation(("local_tokens", "external_tokens"), ("cached_tokens",), equal=True),
 )
 
+OUTPUTS = Relation(("ended_output_tokens",), ("output_tokens",))
+"""The outputs of ended requests are among all outputs."""
+
 
 def relations(words: Mapping[str, str]) -> tuple[Relation, ...]:
     """What must hold in a release: ``words`` say what its figures mean."""
@@ -59,7 +62,7 @@ def contradictions(first: Figures, second: Figures, words: Mapping[str, str]) ->
     for figure, before in first.items():
         if figure in second and second[figure] < before:
             yield Contradiction((figure,), before, (figure,), second[figure])
-    for figures, limits, equal in relations(words):
+    for figures, limits, equal in (*relations(words), OUTPUTS):
         if not {*figures, *limits} <= first.keys() & second.keys():
             continue
         for lesser, more in ((figures, limits), (limits, figures))[: 1 + equal]:

@@ -273,7 +273,19 @@ FIGURES: tuple[ExportedFigure, ...] = (
         ("vllm:generation_tokens", "vllm:request_generation_tokens", "usage.completion_tokens"),
         "output token",
         "The tokens that the client gets.",
-        (PAST_STOP_STRING,),
+        (
+            PAST_STOP_STRING,
+            Deviation("not those that came after their client had gone", unobserved="all"),
+        ),
+        (
+            Compared(
+                "output_tokens",
+                "vllm:generation_tokens_total",
+                "",
+                "output tokens of all requests, as the engine delivers them",
+                "0.9",
+            ),
+        ),
     ),
     ExportedFigure(
         ("vllm:request_max_num_generation_tokens",),

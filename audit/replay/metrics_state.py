@@ -26,6 +26,7 @@ from ..figures.totals import Totals
 from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
 from ..ledger.blocks.contents import Change
 from ..ledger.kv_events import KVEventCounts
+from ..ledger.weights import outputs_of
 from ..release_semantics import release
 
 # --- distribution --------------------------------------------------------------------------------------
@@ -307,6 +308,13 @@ class MetricsState(Sums):
     """Most preemptions of one such request."""
     largest_prompt: NoSum[int] = 0
     """Tokens of the largest prompt that the engine reported."""
+    ended_outputs: NoSum[int] = 0
+    """Output tokens of ended requests, also of those with unknown accounts: the front end counts them all."""
+    aborted_outputs: NoSum[int] = 0
+    """The part of them that belongs to aborted requests: a client that has gone may not have got them."""
+    aborted_requests: NoSum[int] = 0
+    largest_output: NoSum[int] = 0
+    """Output tokens of the request that had most."""
     exempts: NoSum[bool] = True
     """Whether the engine has a prefix cache, so that a request without a local lookup may read no cache."""
     cached_share: Distribution = msgspec.field(default_factory=lambda: Distribution.over(SHARES))
@@ -462,6 +470,7 @@ class MetricsState(Sums):
 
     def close(self, account: Account, verdict: str, event: ev.Event | None) -> None:
         """Add an account that closed with ``event``; of an unknown account only its size is added."""
+        self._output(account)
         sequence = account.sequence_tokens
         if account.unknown is not None:
             # If the request's arrival was not seen, its length is known only from the engine.
@@ -482,6 +491,14 @@ class MetricsState(Sums):
             self._label(account)
         self._plan(account)
         self._spread(account)
+
+    def _output(self, account: Account) -> None:
+        outputs = outputs_of(account)
+        self.ended_outputs += outputs
+        self.largest_output = max(self.largest_output, outputs)
+        if account.outcome == "aborted":
+            self.aborted_outputs += outputs
+            self.aborted_requests += 1
 
     def _share(self, account: Account) -> None:
         """Count the prompt under its role, or let it wait until its prefill engine is known."""

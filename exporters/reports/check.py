@@ -26,7 +26,9 @@ HOOKS_TELL = (
 )
 """What an engine's own endpoints can't say."""
 
-COUNTER = {row.figure: row.counter for figure in FIGURES for row in figure.compared}
+COUNTER = {row.figure: row.counter for figure in FIGURES for row in figure.compared} | {
+    "ended_output_tokens": "vllm:request_generation_tokens_sum"
+}
 SOURCE = {row.figure: row.source for figure in FIGURES for row in figure.compared if row.source}
 
 

@@ -19,6 +19,7 @@ from ...audit.analysis.source_differences import ComparedCounter, Differences, E
 from ...audit.causes import TIER_DEVICE, TIER_DISK, TIER_HOST, TIER_P2P, TIER_UNSPECIFIED, UNEXPLAINED
 from ...audit.foreign import MOST_COUNT, Unreadable, families
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
+from ...audit.ledger.weights import outputs_of
 from ...audit.release_semantics import sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
@@ -46,11 +47,17 @@ COUNTERS = {
     ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_hit_tokens",
     ("vllm:prompt_tokens_cached_by_source_total", "external_unspecified"): "unspecified_hit_tokens",
     ("vllm:num_preemptions_total", ""): "preemptions",
+    ("vllm:generation_tokens_total", ""): "output_tokens",
 }
-"""The figure of each vLLM counter (name, source). ``vllm:request_success`` is summed over its reasons."""
+"""The figure of each vLLM counter (name, source)."""
 
-ENDED = "vllm:request_success_total"
-COUNTER_NAMES = frozenset({ENDED, *(name for name, _ in COUNTERS)})
+ENDED = {
+    "vllm:request_success_total": "requests",
+    "vllm:request_generation_tokens_sum": "ended_output_tokens",
+}
+"""The figure of each counter that is summed over all its labels."""
+
+COUNTER_NAMES = frozenset({*ENDED, *(name for name, _ in COUNTERS)})
 
 
 class ScrapedEngine(NamedTuple):
@@ -66,7 +73,7 @@ def counters(text: str, url: str = "") -> dict[ScrapedEngine, dict[str, float]]:
     by_engine: dict[ScrapedEngine, dict[str, float]] = {}
     for samples in families(text, COUNTER_NAMES).values():
         for name, labels, value in samples:
-            figure = "requests" if name == ENDED else COUNTERS.get((name, labels.get("source", "")))
+            figure = ENDED.get(name) or COUNTERS.get((name, labels.get("source", "")))
             if figure is None:
                 continue
             if not abs(value) < MOST_COUNT:  # a negative one is a finding
@@ -248,7 +255,8 @@ def _began_at_zero(engine_audit: FollowedAudit, audits: Sequence[FollowedAudit])
 # - between settled and engine-reported figures: the causes of ``audit/analysis/source_differences.py``;
 # - between engine-reported figures and those that the front end counted: ``dropped``. The front end discards
 #   the output of a request whose client has gone. The number of such requests is bounded: requests that ended
-#   here minus requests that the front end saw end. Each explains at most the largest prompt;
+#   here minus requests that the front end saw end. Each explains at most the largest prompt; of output
+#   tokens, those of an aborted request, and of each further one the largest output;
 # - ``untold``: preemptions that the front end counts with the request's next output, which has not come yet
 #   or never comes;
 # - ``window``: what the range explains.
@@ -302,6 +310,8 @@ def point(engine_audit: FollowedAudit, noted: float) -> Point:
     sides: dict[str, Side] = {
         "requests": _plain(engine_audit.closed.requests),
         "preemptions": _preemptions(engine_audit),
+        "aborted": _plain(engine_audit.metrics.aborted_requests),
+        "output_tokens": _outputs(engine_audit),
     }
     if sources_add_up(words):
         sides |= _prompts(engine_audit)
@@ -322,6 +332,14 @@ def _preemptions(engine_audit: FollowedAudit) -> Side:
     """The front end counts a preemption with the next output, so some are never counted."""
     happened = sum(engine_audit.metrics.preemptions.values())
     return Side(happened, engine_audit.metrics.preemptions_with_output, happened, {})
+
+
+def _outputs(engine_audit: FollowedAudit) -> Side:
+    """The front end counts each output as it comes, so those of open requests, too."""
+    metrics = engine_audit.metrics
+    running = sum(map(outputs_of, engine_audit.auditor.ledger.open.values()))
+    outputs = metrics.ended_outputs + running
+    return Side(outputs, outputs - metrics.aborted_outputs, outputs, {})
 
 
 def _prompts(engine_audit: FollowedAudit) -> Iterator[tuple[str, Side]]:
@@ -519,7 +537,8 @@ class CounterComparison:
         drift[UNEXPLAINED] = drift.get(UNEXPLAINED, 0) + self._lasting(figure, scrape.ended, outside)
         ledger = side.ledger - before.ledger
         rest = counted - ledger - sum(drift.values())
-        _add(drift, _cause_of_rest(figure, rest, idle=least == most), rest)
+        idle = all(point.sides.get(figure) == side for point in self._history)
+        _add(drift, _cause_of_rest(figure, rest, idle=idle), rest)
         return ComparedCounter(figure, counted, ledger, drift)
 
     def _slack(self, figure: str, base: Base, scrape: Scrape) -> float:
@@ -531,6 +550,9 @@ class CounterComparison:
         ended = self._history[-1].sides["requests"].most - base.least.get("requests", 0)
         seen = scrape.counters.get("requests", 0) - base.counters.get("requests", 0)
         metrics = self.engine_audit.metrics
+        if figure == "output_tokens":  # the range has what aborted requests explain
+            aborted = self._history[-1].sides["aborted"].most - base.least.get("aborted", 0)
+            return max(0.0, ended - seen - aborted) * metrics.largest_output
         each = metrics.most_preemptions if figure == "preemptions" else metrics.largest_prompt
         return max(0.0, ended - seen) * each
 

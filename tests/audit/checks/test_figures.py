@@ -40,8 +40,8 @@ def test_no_figure_stands_in_the_table_twice():
 def test_the_compared_counters_are_those_of_the_sidecar():
     rows = [row for figure in FIGURES for row in figure.compared]
 
-    assert COUNTERS == {(row.counter, row.source): row.figure for row in rows if row.counter != ENDED}
-    assert ["requests"] == [row.figure for row in rows if row.counter == ENDED]
+    assert COUNTERS == {(row.counter, row.source): row.figure for row in rows if row.counter not in ENDED}
+    assert ["requests"] == [row.figure for row in rows if row.counter in ENDED]
 
 
 def test_every_figure_about_tokens_of_the_installed_vllm_is_in_the_table():

@@ -122,6 +122,7 @@ def test_a_fault_whose_conditions_are_known_to_hold_applies(check: Callable[...,
         ("vllm:prompt_tokens_total", 1661, " + "),
         ("vllm:prompt_tokens_total", 1663, "vllm:prompt_tokens_total is 1,663, and "),
         ("vllm:prompt_tokens_cached_total", 97, "vllm:prompt_tokens_cached_total is 97, and "),
+        ("vllm:generation_tokens_total", 1, "vllm:request_generation_tokens_sum is "),
     ],
 )
 def test_counters_that_contradict_each_other_are_violated(

@@ -116,6 +116,7 @@ class World:
                 "cached_tokens": local,
                 "preemptions": int(preempted),
                 "requests": 1,
+                "output_tokens": 1,
             }
         counted = late(self.now + self.dice.random() * self.front_end_lag, self.to_count)
         self.to_count.append((counted, heard))
@@ -249,6 +250,22 @@ def test_disconnected_clients_are_the_cause_dropped() -> None:
     assert 0 == dropped[UNEXPLAINED]
 
 
+def test_outputs_of_disconnected_clients_are_the_cause_dropped() -> None:
+    world = World(random.Random(1))
+    world.until(1_100, 0.5)
+    world.drop = 1.0
+    world.until(1_110, 1)
+    world.until(1_400)
+    assert {"dropped": -10, UNEXPLAINED: 0} == world.last["output_tokens"].drift
+
+    world.drop = 0.0
+    world.until(1_450, 1)
+    world.counters["output_tokens"] += 25
+    world.until(1_700)
+
+    assert 15 == world.last["output_tokens"].drift[UNEXPLAINED], "what was dropped hides as many"
+
+
 def test_lookups_after_a_preemption_are_the_cause_resumed() -> None:
     world = World(random.Random(1), preempt=1.0)
     world.until(1_010, 1)
@@ -337,7 +354,7 @@ PROMPTS = {"prompt_tokens", "local_tokens", "external_tokens", "computed_tokens"
 LOCAL = {"local_queried_tokens", "local_hit_tokens"}
 EXTERNAL = {"external_queried_tokens", "external_hit_tokens"}
 TIERS = {f"{tier}_hit_tokens" for tier in ("device", "host", "p2p", "disk", "unspecified")}
-ALWAYS = {"requests", "preemptions"}
+ALWAYS = {"requests", "preemptions", "output_tokens"}
 
 
 @pytest.mark.parametrize(
