@@ -29,14 +29,15 @@ MOST_REQUESTS = 1 << 12
 """Requests of one engine that wait for their comparison."""
 
 
-class RecentCounts:
+class RecentCounts(msgspec.Struct, dict=True, eq=False):
     """How many blocks had each hash id, now and a short time ago."""
 
-    def __init__(self) -> None:
-        self.now: dict[int, int] = {}
-        """Blocks by hash id."""
-        self.last = 0.0
-        """The time of the last change."""
+    now: dict[int, int] = {}
+    """Blocks by hash id."""
+    last: float = 0.0
+    """The time of the last change."""
+
+    def __post_init__(self) -> None:
         self._changes: dict[int, deque[tuple[float, int, Change | None]]] = {}
         """By hash id: time, blocks before, and what changed."""
         self._order: deque[int] = deque()
@@ -121,34 +122,32 @@ class OpenRequest(msgspec.Struct):
     """Group, end and hash id of other groups' blocks, until the followed group has cached the same tokens."""
 
 
-class RoutedCache(CacheChanges):
+class RoutedCache(CacheChanges, eq=False):
     """Reads the changes of a cache, and the requests that used it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block_tokens = 0
-        """Tokens of a block; 0: the engine has no KV cache group of full attention in its only pool."""
-        self.followed = 0
-        """The KV cache group whose blocks name a prompt: the first of full attention."""
-        self.others: list[Group] = []
-        """The other groups, of each of which a hit needs something."""
-        self.in_groups: dict[tuple[int, int, int], int] = {}
-        """The hash id of a block of another group, by the group, its end, and the followed group's hash id of
-        the block with its last token, which stands for all tokens before."""
-        self.number = 0
-        """How many changes there were."""
-        self.recent = RecentCounts()
-        """The cache, by the number of changes."""
-        self.requests: dict[int, OpenRequest] = {}
-        """Requests that have not ended, by number."""
-        self.complete: list[OpenRequest] = []
-        """Requests that have ended and are not compared yet, in this order."""
-        self.left_out = 0
-        """Requests that were dropped since the last comparison, because too many waited."""
-        self.arrived = 0
-        """Requests that were there when the journal began, or arrived since."""
-        self.present: set[int] = set()
-        """The numbers of the requests that have not ended."""
+    block_tokens: int = 0
+    """Tokens of a block; 0: the engine has no KV cache group of full attention in its only pool."""
+    followed: int = 0
+    """The KV cache group whose blocks name a prompt: the first of full attention."""
+    others: list[Group] = []
+    """The other groups, of each of which a hit needs something."""
+    in_groups: dict[tuple[int, int, int], int] = {}
+    """The hash id of a block of another group, by the group, its end, and the followed group's hash id of
+    the block with its last token, which stands for all tokens before."""
+    number: int = 0
+    """How many changes there were."""
+    recent: RecentCounts = msgspec.field(default_factory=RecentCounts)
+    """The cache, by the number of changes."""
+    requests: dict[int, OpenRequest] = {}
+    """Requests that have not ended, by number."""
+    complete: list[OpenRequest] = []
+    """Requests that have ended and are not compared yet, in this order."""
+    left_out: int = 0
+    """Requests that were dropped since the last comparison, because too many waited."""
+    arrived: int = 0
+    """Requests that were there when the journal began, or arrived since."""
+    present: set[int] = set()
+    """The numbers of the requests that have not ended."""
 
     def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
         """Read one event and its changes, see the base."""

@@ -218,7 +218,7 @@ def _origins(account: Account, low: int, high: int) -> Iterator[tuple[str, int, 
             continue
         if at < start:
             yield UNATTAINED, 0, start - at
-        yield UNATTAINED if row.source is REVOKED else row.source, row.life, end - start
+        yield UNATTAINED if row.source == REVOKED else row.source, row.life, end - start
         at = end
     if at < high:
         yield UNATTAINED, 0, high - at

@@ -243,15 +243,16 @@ class Auditor:
         in_window: InWindow | None = None,
         name_of: NameOf = attrgetter("name"),
     ) -> None:
-        self.ledger = Ledger(keep_closed=keep_closed, watch=watch, counted=counted)
+        self.ledger = Ledger(keep_closed=keep_closed)
         """The ledger that events are posted to."""
+        self.ledger.watch, self.ledger.counted = watch, counted
         self.findings = Findings()
         """What was found. The caller may take it, and put other findings in its place."""
         self.found_in: dict[int, set[str]] = {}
         """What was found in each request, by number. The caller that takes an account removes its number."""
         self._debug = bool(os.environ.get("KVLEDGER_DEBUG")) if debug is None else debug
         """Whether an exception in a check is raised."""
-        self._engine = engine
+        self.given_name = engine
         """The engine's name if the caller gave it; "" otherwise."""
         self._name_of = name_of
         """The engine's name, when it has started."""
@@ -274,7 +275,7 @@ class Auditor:
     def engine(self) -> str:
         """The engine's name in violations; "" if it is not known."""
         started = self.ledger.engine
-        return self._engine or ("" if started is None else self._name_of(started))
+        return self.given_name or ("" if started is None else self._name_of(started))
 
     def feed(self, event: Event, number: int | None = None) -> list[Violation]:
         """Audit one event; returns the new findings. A finding made before is only counted."""

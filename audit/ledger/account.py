@@ -7,7 +7,6 @@ functions write accounts; nothing here posts.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
@@ -204,7 +203,7 @@ UNATTAINED = "unattained"
 """No valid origin."""
 
 
-class PositionRange(msgspec.Struct, eq=False):
+class PositionRange(msgspec.Struct, array_like=True, eq=False):
     """Positions [start, end) with one origin: KV from ``source`` in life ``life``.
 
     ``again``: the positions had KV before, which turned out not to be valid.
@@ -222,13 +221,13 @@ class PositionRange(msgspec.Struct, eq=False):
         """Whether this range directly continues ``last``, with the same origin."""
         return (
             last.end == self.start
-            and last.source is self.source
+            and last.source == self.source
             and last.life == self.life
             and last.again == self.again
         )
 
 
-class PositionRanges(msgspec.Struct, eq=False):
+class PositionRanges(msgspec.Struct, array_like=True, eq=False):
     """The positions that had KV, and its origin: disjoint ranges, sorted by position."""
 
     ranges: list[PositionRange] = []
@@ -248,7 +247,7 @@ class PositionRanges(msgspec.Struct, eq=False):
             ranges.append(PositionRange(start, end, source, life))
             return [(start, end)]
         if last.end == start:
-            if last.source is source and last.life == life and not last.again:
+            if last.source == source and last.life == life and not last.again:
                 last.end = end
             else:
                 ranges.append(PositionRange(start, end, source, life))
@@ -267,7 +266,7 @@ class PositionRanges(msgspec.Struct, eq=False):
             if position < row.start:
                 gaps.append((position, row.start))
                 kept.append(PositionRange(position, row.start, source, life))
-            if row.source is REVOKED:
+            if row.source == REVOKED:
                 low, high = max(start, row.start), min(end, row.end)
                 for piece in ((row.start, low), (high, row.end)):
                     if piece[0] < piece[1]:
@@ -306,7 +305,7 @@ class PositionRanges(msgspec.Struct, eq=False):
         tokens = 0
         for row in self.ranges:
             low, high = max(start, row.start), min(end, row.end)
-            if row.source is not source or row.life != life or low >= high:
+            if row.source != source or row.life != life or low >= high:
                 kept.append(row)
                 continue
             tokens += high - low
@@ -340,7 +339,7 @@ class PositionRanges(msgspec.Struct, eq=False):
             if low >= high:
                 continue
             tokens[UNATTAINED] += low - position
-            tokens[UNATTAINED if row.source is REVOKED else row.source] += high - low
+            tokens[UNATTAINED if row.source == REVOKED else row.source] += high - low
             position = high
         tokens[UNATTAINED] += max(0, end - position)
         return tokens
@@ -365,7 +364,7 @@ def _joined(rows: list[PositionRange]) -> list[PositionRange]:
     return joined
 
 
-class Losses(msgspec.Struct, eq=False):
+class Losses(msgspec.Struct, array_like=True, eq=False):
     """The cause for which each position last lost its KV. Newest first; covered older losses are dropped."""
 
     ranges: list[tuple[int, int, str]] = []
@@ -411,7 +410,11 @@ oldest stage in the chain of the KV that the steps read, how many changes lie be
 version of the steps."""
 
 
-class InFlight(msgspec.Struct, eq=False):
+NEW = -2
+"""A figure that ``__post_init__`` sets, unless the struct is one that was saved."""
+
+
+class InFlight(msgspec.Struct, array_like=True, eq=False):
     """One request's tokens of a scheduled step whose output has not come."""
 
     start: int
@@ -433,7 +436,7 @@ class InFlight(msgspec.Struct, eq=False):
     the weights have not changed since the step."""
 
 
-class Life(msgspec.Struct, eq=False):
+class Life(msgspec.Struct, array_like=True, eq=False):
     """A life: from an admission to the next preemption, a load failure that frees the blocks, or the end.
 
     Counts are tokens; times are microseconds since the engine started.
@@ -447,9 +450,9 @@ class Life(msgspec.Struct, eq=False):
     """External tokens that the connector promised at admission."""
     asynchronous: bool
     """Whether the request waits for its external tokens before it runs."""
-    pending_start: int = 0
+    pending_start: int = NEW
     """First promised position that is neither loaded nor lost."""
-    pending_end: int = 0
+    pending_end: int = NEW
     """End of the promised positions that are neither loaded nor lost."""
     queried_local: int = 0
     """Tokens that the engine's exported statistics should count as queried in its own cache; 0: none."""
@@ -509,8 +512,9 @@ class Life(msgspec.Struct, eq=False):
     """Time when an asynchronous load finished or failed; -1: not yet, or no such load."""
 
     def __post_init__(self) -> None:
-        self.pending_start = self.local
-        self.pending_end = self.local + max(0, self.external)
+        if self.pending_start == NEW:
+            self.pending_start = self.local
+            self.pending_end = self.local + max(0, self.external)
 
     @property
     def lost_external(self) -> int:
@@ -582,7 +586,7 @@ def _split(life: Life, tokens: int) -> dict[str, int]:
 # The posting functions write accounts; nothing here posts.
 
 
-class Account(msgspec.Struct, eq=False):
+class Account(msgspec.Struct, array_like=True, eq=False):
     """Everything the ledger holds of one request. Only the ledger writes it.
 
     Counts are tokens; times are microseconds since the engine started.
@@ -596,7 +600,7 @@ class Account(msgspec.Struct, eq=False):
     """Length of the prompt; of a session, up to its last chunk."""
     added_at: int
     """Time when the request came."""
-    sequence_tokens: int = 0
+    sequence_tokens: int = NEW
     """Prompt and output tokens so far."""
     carried: int = 0
     """Tokens that a session's present chunk keeps from before."""
@@ -636,7 +640,7 @@ class Account(msgspec.Struct, eq=False):
     """All lives, oldest first."""
     computed: int = 0
     """Computed tokens of the present life, counted at scheduling as vLLM does."""
-    in_flight: deque[InFlight] = msgspec.field(default_factory=deque)
+    in_flight: list[InFlight] = []
     """Scheduled tokens whose output has not come, oldest step first."""
     in_flight_tokens: int = 0
     """Sum of the tokens in flight."""
@@ -761,7 +765,8 @@ class Account(msgspec.Struct, eq=False):
     """Delivered steps up to which a steady account is posted; -1: the account is not steady."""
 
     def __post_init__(self) -> None:
-        self.sequence_tokens = self.prompt_tokens
+        if self.sequence_tokens == NEW:
+            self.sequence_tokens = self.prompt_tokens
 
     @property
     def promised_by_tier(self) -> dict[str, int]:

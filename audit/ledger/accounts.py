@@ -48,7 +48,7 @@ def is_steady(state: LedgerState, account: Account) -> bool:
     last = rows[-1]
     return (
         at >= account.prompt_tokens
-        and last.source is COMPUTED
+        and last.source == COMPUTED
         and last.life == life.number
         and account.computed == at + len(flights)
     )
@@ -376,7 +376,7 @@ def execute(account: Account, life: Life, start: int, end: int) -> None:
     rows = account.positions.ranges
     if rows and start >= prompt:
         last = rows[-1]
-        if last.end == start and last.source is COMPUTED and last.life == life.number:
+        if last.end == start and last.source == COMPUTED and last.life == life.number:
             last.end = end
             account.first_output += end - start
             return

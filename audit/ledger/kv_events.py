@@ -6,7 +6,6 @@ First the changes of the cache, then the stream of batches, their differences, a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -55,20 +54,19 @@ class Change(NamedTuple):
     request: int
 
 
-class CacheChanges:
+class CacheChanges(msgspec.Struct, eq=False):
     """The changes of one engine's prefix cache, in order."""
 
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        """Every change so far."""
-        self.cleared: dict[int, list[int]] = {}
-        """By index of a CLEARED change: the hash ids that were in the cache."""
-        self.whole = True
-        """Whether every change since the engine began is here."""
-        self._pool_seen: set[int] = set()
-        """Pools whose first description was read; if a pool had content by then, ``whole`` is false."""
-        self._steps: deque[tuple[int, int]] = deque()
-        """Step and time of the last events that have both."""
+    changes: list[Change] = []
+    """Every change so far."""
+    cleared: dict[int, list[int]] = {}
+    """By index of a CLEARED change: the hash ids that were in the cache."""
+    whole: bool = True
+    """Whether every change since the engine began is here."""
+    _pool_seen: set[int] = set()
+    """Pools whose first description was read; if a pool had content by then, ``whole`` is false."""
+    _steps: list[tuple[int, int]] = []
+    """Step and time of the last events that have both."""
 
     def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
         """Read one event, in the journal's order, and its ``changes`` of the pools."""
@@ -110,7 +108,7 @@ class CacheChanges:
         if not self._steps or self._steps[-1][0] < step:
             self._steps.append((step, at))
             while len(self._steps) > 1 and self._steps[1][0] <= step - EMITTED_STEPS:
-                self._steps.popleft()
+                del self._steps[0]
 
     def _add(self, kind: int, hash_id: int, of: PoolChange, block: int, request: int = -1) -> None:
         earliest = self._steps[0][1] if self._steps else 0
@@ -458,58 +456,59 @@ Found = tuple[StreamSubject, int, int]
 """A difference, its step and its time in the engine's journal."""
 
 
-class KVComparison:
+class KVComparison(msgspec.Struct, dict=True, eq=False):
     """Compares one engine's stream with its cache, in pieces."""
 
-    def __init__(self, cache: CacheChanges | None = None) -> None:
-        self.cache = cache or CacheChanges()
+    began: float = 0.0
+    """Unix time from which the times of changes count."""
+    next: int = 0
+    """The number of the next batch."""
+    published: float = 0.0
+    """When the last batch was published; 0.0: none was received."""
+    waiting: dict[int, tuple[float, ev.KVEventsReceived]] = {}
+    """Batches behind a missing one, with the times at which they were received."""
+    ours: dict[int, list[Change]] = {}
+    """Changes without a KV event, by hash id."""
+    theirs: dict[int, list[KVEvent]] = {}
+    """KV events without a change, by hash id."""
+    cleared: dict[tuple[int, int], list[int]] = {}
+    """The hash ids that a reset dropped, by the time and the pool of the reset."""
+    kept: int = 0
+    """How many changes and KV events are kept."""
+    blocks: dict[int, int] = {}
+    """Blocks with each hash id, by the changes that were taken away."""
+    resets: list[tuple[int, list[int]]] = []
+    """Resets that were taken away and are not in ``blocks`` yet: the time, and the hash ids dropped."""
+    gaps: list[StreamGap] = []
+    """The gaps that are not reported yet, and the last of the others."""
+    silent: dict[int, NotAnnounced] = {}
+    """Changes that no KV event announced and that are not reported yet, by kind."""
+    unfounded: dict[int, NotInCache] = {}
+    """KV events without a change that are not reported yet, by kind."""
+    copies: list[Change] = []
+    """Announced removals of one of several blocks with a hash that are not reported yet."""
+    steps: list[tuple[int, int]] = []
+    """Time and step of the last changes."""
+    lost: dict[int, Change] = {}
+    """The last change of each hash id whose last change was in a gap."""
+    lost_changes: dict[Change, None] = {}
+    """The last changes that were in a gap; not in a checkpoint."""
+    begins: float = 0.0
+    """When the first batch was published, if batches before it were never received; else 0.0."""
+    doubtful: float = 0.0
+    """Up to this Unix time, what stays alone is not judged: its counterpart may have been dropped."""
+    by_tier: dict[str, int] = {}
+    """Stores and removals by tier; "": the KV event names none."""
+    tier_reported: bool = False
+    """Whether missing tiers were reported."""
+    judged_to: float = 0.0
+    """Unix time up to which changes were judged."""
+    version: int = 0
+    """Rises with each change of this object."""
+
+    def __post_init__(self) -> None:
+        self.cache = CacheChanges()
         """Reads the journal; its changes are taken away at each pass."""
-        self.began = 0.0
-        """Unix time from which the times of changes count."""
-        self.next = 0
-        """The number of the next batch."""
-        self.published = 0.0
-        """When the last batch was published; 0.0: none was received."""
-        self.waiting: dict[int, tuple[float, ev.KVEventsReceived]] = {}
-        """Batches behind a missing one, with the times at which they were received."""
-        self.ours: dict[int, list[Change]] = {}
-        """Changes without a KV event, by hash id."""
-        self.theirs: dict[int, list[KVEvent]] = {}
-        """KV events without a change, by hash id."""
-        self.cleared: dict[tuple[int, int], list[int]] = {}
-        """The hash ids that a reset dropped, by the time and the pool of the reset."""
-        self.kept = 0
-        """How many changes and KV events are kept."""
-        self.blocks: dict[int, int] = {}
-        """Blocks with each hash id, by the changes that were taken away."""
-        self.resets: list[tuple[int, list[int]]] = []
-        """Resets that were taken away and are not in ``blocks`` yet: the time, and the hash ids dropped."""
-        self.gaps: list[StreamGap] = []
-        """The gaps that are not reported yet, and the last of the others."""
-        self.silent: dict[int, NotAnnounced] = {}
-        """Changes that no KV event announced and that are not reported yet, by kind."""
-        self.unfounded: dict[int, NotInCache] = {}
-        """KV events without a change that are not reported yet, by kind."""
-        self.copies: list[Change] = []
-        """Announced removals of one of several blocks with a hash that are not reported yet."""
-        self.steps: list[tuple[int, int]] = []
-        """Time and step of the last changes."""
-        self.lost: dict[int, Change] = {}
-        """The last change of each hash id whose last change was in a gap."""
-        self.lost_changes: dict[Change, None] = {}
-        """The last changes that were in a gap; not in a checkpoint."""
-        self.begins = 0.0
-        """When the first batch was published, if batches before it were never received; else 0.0."""
-        self.doubtful = 0.0
-        """Up to this Unix time, what stays alone is not judged: its counterpart may have been dropped."""
-        self.by_tier: dict[str, int] = {}
-        """Stores and removals by tier; "": the KV event names none."""
-        self.tier_reported = False
-        """Whether missing tiers were reported."""
-        self.judged_to = 0.0
-        """Unix time up to which changes were judged."""
-        self.version = 0
-        """Rises with each change of this object."""
 
     # --- what comes in ----------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from .content_postings import CONTENTS, CUSTODY, RECOMPUTED, compare_hashed, fol
 from .encoder import ENCODER
 from .engine_postings import OBSERVATION, forget
 from .entries import Entry
-from .ledger_state import Counted, LedgerState, Watch
+from .ledger_state import LedgerState
 from .lives import LIVES, LOADS, withdraw_hit
 from .steps import STEPS
 from .weights_postings import WEIGHTS, admitted, loaded, step_runs
@@ -148,20 +148,22 @@ OF_ALL = {kind: _posting(kind, blocks=True) for kind in _KINDS}
 """What it does once one is."""
 
 
-class Ledger(LedgerState):
+class Ledger(LedgerState, dict=True, eq=False):
     """Accounts of one engine, kept from its events in order.
 
     ``keep_closed`` keeps the accounts of ended requests; without it, memory grows with the open ones only.
-    ``watch`` selects the requests, by id or by trace context, whose statement lines are kept. ``counted``
-    selects the ended requests that are added to ``sums``.
     """
 
-    def __init__(
-        self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
-    ) -> None:
-        super().__init__(keep_closed=keep_closed, watch=watch, counted=counted)
-        blocks = self.blocks
-        blocks.requests = self
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks.requests = self
+
+    def take_up(self, saved: LedgerState) -> None:
+        """Go on from the state that another ledger had. What the caller decided of this one stays."""
+        saved.keep_closed, saved.blocks.removed_kept = self.keep_closed, self.blocks.removed_kept
+        for name in LedgerState.__struct_fields__:
+            setattr(self, name, getattr(saved, name))
+        self.blocks.weights, self.blocks.requests = self.weights, self
 
     def apply(self, event: ev.Event, number: int | None = None) -> list[Entry]:
         """Post one event and return the entries it made, in order."""

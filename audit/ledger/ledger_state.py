@@ -6,7 +6,6 @@ transfers, and what is known of contents. The functions are in the other files o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container
 from typing import NamedTuple
 
@@ -369,125 +368,124 @@ Counted = Callable[[Account], bool]
 """Whether an ended request is added to the sums."""
 
 
-class LedgerState:
-    """What a ledger holds of one engine. Times are microseconds since the engine started."""
+class LedgerState(msgspec.Struct, dict=True, eq=False):
+    """What a ledger holds of one engine. Times are microseconds since the engine started.
 
-    def __init__(
-        self, *, keep_closed: bool = False, watch: Watch | None = None, counted: Counted | None = None
-    ) -> None:
-        self.keep_closed = keep_closed
-        """Whether the accounts of ended requests are kept."""
-        self.watch = watch
+    The fields decide how the next event is posted, and a checkpoint saves them. What the caller decides, and
+    what lasts for one event, are attributes that ``__post_init__`` makes.
+    """
+
+    keep_closed: bool = False
+    """Whether the accounts of ended requests are kept."""
+    sums: LedgerSums = msgspec.field(default_factory=LedgerSums)
+    """What was added up. The caller may take it, and put other sums in its place."""
+    engine: ev.EngineStarted | None = None
+    """The engine's first start event."""
+    stopped: str | None = None
+    """Why observation ended; None while it goes on."""
+    number: int = -1
+    """Number of the last event posted."""
+    step: int = 0
+    """The engine's step at the last event posted."""
+    posted_step: int = 0
+    """The last step of which is posted what it scheduled."""
+    at: int = 0
+    """Time of the last event posted."""
+    clock: float = 0.0
+    """Unix time from which times count, by the newest description of the engine."""
+    living: dict[int, Account] = {}
+    """Open accounts by request number. A steady account in it may lag behind (``accounts.py``)."""
+    closed: dict[str, Account] = {}
+    """Accounts of ended requests by request id, if they are kept."""
+    lost_track: str | None = None
+    """Why running requests become unknown until the next snapshot; None if they are known."""
+    last_step: dict[int, ScheduledRow] = {}
+    """What the last step scheduled, by request number, without the steady accounts."""
+    step_clock: StepClock = msgspec.field(default_factory=StepClock)
+    """How the requests of a step share its time."""
+    undelivered: list[dict[int, ScheduledRow]] = []
+    """What each step scheduled whose output has not come yet, oldest first."""
+    scheduled_steps: int = 0
+    """Steps scheduled so far."""
+    delivered_steps: int = 0
+    """Steps whose output has come so far."""
+    failed_blocks: list[int] = []
+    """Blocks that failed to load, as the output says that comes next."""
+    skip_deliveries: int = 0
+    """Outputs still to skip, because their steps were scheduled before the trace began."""
+    steps_in_flight_known: bool = True
+    """Whether the observer knows how many steps are in flight. False after a hook has failed, until a
+    snapshot says that none is."""
+    output_order: list[int] = []
+    """Request numbers in the order of the last :class:`~kvledger.audit.events.DeliveredWhole`."""
+    idle: dict[int, tuple[int, int, int]] = {}
+    """Requests that the last step before the last census did not schedule, by number: their scheduled
+    tokens, and the steps scheduled and the time when a census first found them so."""
+    stood_still: tuple[int, int, int] = (-1, 0, 0)
+    """Since when no step was scheduled: the steps until then, the time of the census that found it, and
+    the calls of ``schedule`` since that scheduled nothing."""
+    no_progress: dict[int, tuple[int, int]] = {}
+    """First tokens and scheduled tokens of each open request at the last census that found progress."""
+    no_progress_since: tuple[int, int] = (0, 0)
+    """The steps scheduled until that census, and its time."""
+    steady: dict[int, Account] = {}
+    """Accounts whose postings are deferred, by request number."""
+    sampled_beside_drafts: int = 1
+    """Tokens that the engine samples beside accepted drafts; 0 for a diffusion model."""
+    output_drafts: tuple[int, int, int] = (0, 0, 0)
+    """Draft tokens of the last output: proposed, padding, and accepted of both."""
+    cut_drafts: int = 0
+    """Accepted draft tokens of the last output that lay beyond a stop."""
+    queue: QueueClock = msgspec.field(default_factory=QueueClock)
+    """Why requests wait for their first admission."""
+    expected_local: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+    """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
+    expected_external: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+    """Connector lookups, queried and hit tokens that the engine should count for this step."""
+    exempt_external: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+    """The same of this step's admissions that may not read a cache, so that no lookup should count."""
+    counts_local: bool = False
+    """Whether the engine counts the lookups of its own cache."""
+    counts_external: bool = False
+    """Whether the engine counts the lookups of the connector."""
+    prefix_caching: bool = True
+    """Whether the engine has a prefix cache of its own."""
+    lookups_unsure: bool = False
+    """Whether the expected lookup counts of this step may be incomplete."""
+    reported_admission: str = "first"
+    """Whose hits the engine reports: of the ``first`` admission, the ``last``, or ``mixed``."""
+    weights: Weights = msgspec.field(default_factory=Weights)
+    """The versions of the weights."""
+    blocks: BlockLedger = msgspec.field(default_factory=BlockLedger)
+    """The ledger of blocks."""
+    encoder: EncoderCache = msgspec.field(default_factory=EncoderCache)
+    """The encoder cache."""
+    contents: ContentState = msgspec.field(default_factory=ContentState)
+    """What workers found out about the contents of blocks."""
+    custody: CustodyState = msgspec.field(default_factory=CustodyState)
+    """Transfers of blocks between the engine and a connector's store."""
+    sketches: SketchState = msgspec.field(default_factory=SketchState)
+    """Blocks that were computed more than once."""
+    transfers: WorkerTransfers = msgspec.field(default_factory=WorkerTransfers)
+    """Promised blocks, and what workers did to load them."""
+    delayed_frees: dict[int, tuple[int, str, int]] = {}
+    """Ended requests whose blocks a connector keeps: since when, request id, number of blocks."""
+    last_ended: tuple[int, int, int, int] | None = None
+    """The request that ended last: its number, its computed tokens by the engine and by the account, and
+    how many of them an asynchronous load was still to bring. None if the account is unknown."""
+    finished_transfers: dict[str, None] = {}
+    """Ids of the requests whose transfers the workers last reported as finished."""
+
+    def __post_init__(self) -> None:
+        self.watch: Watch | None = None
         """Selects the requests whose statement lines are kept; None selects no request."""
-        self.counted = counted
+        self.counted: Counted | None = None
         """Selects the ended requests that are added to the sums; None selects every request."""
-        self.sums = LedgerSums()
-        """What was added up. The caller may take it, and put other sums in its place."""
-        self.engine: ev.EngineStarted | None = None
-        """The engine's first start event."""
-        self.stopped: str | None = None
-        """Why observation ended; None while it goes on."""
-        self.number = -1
-        """Number of the last event posted."""
-        self.step = 0
-        """The engine's step at the last event posted."""
-        self.posted_step = 0
-        """The last step of which is posted what it scheduled."""
-        self.at = 0
-        """Time of the last event posted."""
         self.wanted: Container[type] | None = None
         """The types of events of which somebody checks the entries; None: of all."""
         self.entries: list[Entry] = []
         """Entries of the event that is being posted."""
-
-        self.clock = 0.0
-        """Unix time from which times count, by the newest description of the engine."""
-        self.living: dict[int, Account] = {}
-        """Open accounts by request number. A steady account in it may lag behind (``accounts.py``)."""
-        self.closed: dict[str, Account] = {}
-        """Accounts of ended requests by request id, if they are kept."""
-        self.lost_track: str | None = None
-        """Why running requests become unknown until the next snapshot; None if they are known."""
-
-        self.last_step: dict[int, ScheduledRow] = {}
-        """What the last step scheduled, by request number, without the steady accounts."""
-        self.step_clock = StepClock()
-        """How the requests of a step share its time."""
-        self.undelivered: deque[dict[int, ScheduledRow]] = deque()
-        """What each step scheduled whose output has not come yet, oldest first."""
-        self.scheduled_steps = 0
-        """Steps scheduled so far."""
-        self.delivered_steps = 0
-        """Steps whose output has come so far."""
-        self.failed_blocks: list[int] = []
-        """Blocks that failed to load, as the output says that comes next."""
-        self.skip_deliveries = 0
-        """Outputs still to skip, because their steps were scheduled before the trace began."""
-        self.steps_in_flight_known = True
-        """Whether the observer knows how many steps are in flight. False after a hook has failed, until a
-        snapshot says that none is."""
-        self.output_order: list[int] = []
-        """Request numbers in the order of the last :class:`~kvledger.audit.events.DeliveredWhole`."""
-        self.idle: dict[int, tuple[int, int, int]] = {}
-        """Requests that the last step before the last census did not schedule, by number: their scheduled
-        tokens, and the steps scheduled and the time when a census first found them so."""
-        self.stood_still = -1, 0, 0
-        """Since when no step was scheduled: the steps until then, the time of the census that found it, and
-        the calls of ``schedule`` since that scheduled nothing."""
-        self.no_progress: dict[int, tuple[int, int]] = {}
-        """First tokens and scheduled tokens of each open request at the last census that found progress."""
-        self.no_progress_since = 0, 0
-        """The steps scheduled until that census, and its time."""
-        self.steady: dict[int, Account] = {}
-        """Accounts whose postings are deferred, by request number."""
-        self.sampled_beside_drafts = 1
-        """Tokens that the engine samples beside accepted drafts; 0 for a diffusion model."""
-
-        self.output_drafts = (0, 0, 0)
-        """Draft tokens of the last output: proposed, padding, and accepted of both."""
-        self.cut_drafts = 0
-        """Accepted draft tokens of the last output that lay beyond a stop."""
-
-        self.queue = QueueClock()
-        """Why requests wait for their first admission."""
-        self.expected_local = [0, 0, 0]
-        """Local cache lookups, queried tokens and hit tokens that the engine should count for this step."""
-        self.expected_external = [0, 0, 0]
-        """Connector lookups, queried and hit tokens that the engine should count for this step."""
-        self.exempt_external = [0, 0, 0]
-        """The same of this step's admissions that may not read a cache, so that no lookup should count."""
-        self.counts_local = False
-        """Whether the engine counts the lookups of its own cache."""
-        self.counts_external = False
-        """Whether the engine counts the lookups of the connector."""
-        self.prefix_caching = True
-        """Whether the engine has a prefix cache of its own."""
-        self.lookups_unsure = False
-        """Whether the expected lookup counts of this step may be incomplete."""
-        self.reported_admission = "first"
-        """Whose hits the engine reports: of the ``first`` admission, the ``last``, or ``mixed``."""
-
-        self.weights = Weights()
-        """The versions of the weights."""
-        self.blocks = BlockLedger(self.weights)
-        """The ledger of blocks."""
-        self.encoder = EncoderCache()
-        """The encoder cache."""
-        self.contents = ContentState()
-        """What workers found out about the contents of blocks."""
-        self.custody = CustodyState()
-        """Transfers of blocks between the engine and a connector's store."""
-        self.sketches = SketchState()
-        """Blocks that were computed more than once."""
-        self.transfers = WorkerTransfers()
-        """Promised blocks, and what workers did to load them."""
-        self.delayed_frees: dict[int, tuple[int, str, int]] = {}
-        """Ended requests whose blocks a connector keeps: since when, request id, number of blocks."""
-        self.last_ended: tuple[int, int, int, int] | None = None
-        """The request that ended last: its number, its computed tokens by the engine and by the account, and
-        how many of them an asynchronous load was still to bring. None if the account is unknown."""
-        self.finished_transfers: dict[str, None] = {}
-        """Ids of the requests whose transfers the workers last reported as finished."""
+        self.blocks.weights = self.weights
 
     def is_counted(self, account: Account) -> bool:
         """Whether the account of an ended request is added to the sums."""

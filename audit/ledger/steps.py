@@ -172,10 +172,10 @@ def _deliver(state: LedgerState, ignored: frozenset[int]) -> None:
     state.delivered_steps += 1
     state.output_drafts, state.cut_drafts = NO_DRAFTS, 0
     newly_steady: list[Account] = []
-    for request, (account, _, _) in state.undelivered.popleft().items():
+    for request, (account, _, _) in state.undelivered.pop(0).items():
         if account.steady_scheduled >= 0 or not account.in_flight:
             continue
-        flight = account.in_flight.popleft()
+        flight = account.in_flight.pop(0)
         tokens = flight.tokens
         account.in_flight_tokens -= tokens
         accepted = request not in ignored if ignored else True

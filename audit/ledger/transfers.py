@@ -12,9 +12,10 @@ if the worker's events come late.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import msgspec
 
 from .. import events as ev
 from .account import Account, Life
@@ -37,30 +38,27 @@ class UnkeptPromise(NamedTuple):
     blocks: list[int]
 
 
-class Promise:
+class Promise(msgspec.Struct, eq=False):
     """The blocks that the external tokens of one life will fill, in order."""
 
-    __slots__ = ("account", "block_tokens", "blocks", "end", "failed", "life", "loaded_by", "start", "step")
-
-    def __init__(self, account: Account, life: Life, event: ev.BlocksPromised) -> None:
-        self.account = account
-        """The account of the request."""
-        self.life = life
-        """The life that was promised the tokens."""
-        self.step = event.step
-        """The scheduler's step that made the promise."""
-        self.start = event.start
-        """First promised position."""
-        self.end = event.start + event.tokens
-        """End of the promised positions."""
-        self.block_tokens = event.block_tokens
-        """Tokens per block."""
-        self.blocks = event.blocks
-        """The promised blocks, in the order of their positions."""
-        self.failed: list[int] = []
-        """Blocks that a worker reported as failed and the engine has not answered for."""
-        self.loaded_by: list[int] = []
-        """Workers whose load of this promise was compared."""
+    account: Account
+    """The account of the request."""
+    life: Life
+    """The life that was promised the tokens."""
+    step: int
+    """The scheduler's step that made the promise."""
+    start: int
+    """First promised position."""
+    end: int
+    """End of the promised positions."""
+    block_tokens: int
+    """Tokens per block."""
+    blocks: list[int]
+    """The promised blocks, in the order of their positions."""
+    failed: list[int] = []
+    """Blocks that a worker reported as failed and the engine has not answered for."""
+    loaded_by: list[int] = []
+    """Workers whose load of this promise was compared."""
 
     def position(self, block: int) -> int:
         """The first promised position in a block."""
@@ -81,31 +79,33 @@ class Promise:
         return [block for block in self.blocks if positions[block] < lost]
 
 
-class WorkerTransfers:
+class WorkerTransfers(msgspec.Struct, eq=False):
     """Open promises, and the last step of each worker."""
 
-    def __init__(self) -> None:
-        self.promises: dict[int, Promise] = {}
-        """Open promises, by request number."""
-        self.earlier: dict[int, Promise] = {}
-        """By request number: the promise of a life that ended while a step in flight loads for it."""
-        self.steps: dict[int, int] = {}
-        """The last step of each worker, by rank."""
-        self.aligned: dict[int, bool] = {}
-        """Whether a worker's steps agree with the scheduler's, by rank, once a load has shown it."""
-        self.recent: deque[list[int]] = deque(maxlen=PROMISES_REMEMBERED)
-        """Blocks of the last promises, ended ones included."""
-        self.events_lost = False
-        """Whether events were lost, so that promises may be missing."""
+    promises: dict[int, Promise] = {}
+    """Open promises, by request number."""
+    earlier: dict[int, Promise] = {}
+    """By request number: the promise of a life that ended while a step in flight loads for it."""
+    steps: dict[int, int] = {}
+    """The last step of each worker, by rank."""
+    aligned: dict[int, bool] = {}
+    """Whether a worker's steps agree with the scheduler's, by rank, once a load has shown it."""
+    recent: list[list[int]] = []
+    """Blocks of the last promises, ended ones included."""
+    events_lost: bool = False
+    """Whether events were lost, so that promises may be missing."""
 
     def promised(self, event: ev.BlocksPromised, account: Account) -> None:
         """Note the blocks promised to a life."""
-        self.recent.append(event.blocks)
+        self.recent = [*self.recent[1 - PROMISES_REMEMBERED :], event.blocks]
         if account.life is not None:
             earlier = self.promises.get(event.request)
             if earlier is not None and not earlier.life.delivered:
                 self.earlier[event.request] = earlier
-            self.promises[event.request] = Promise(account, account.life, event)
+            end = event.start + event.tokens
+            self.promises[event.request] = Promise(
+                account, account.life, event.step, event.start, end, event.block_tokens, event.blocks
+            )
 
     def of_life(self, request: int, life: Life) -> Promise | None:
         """The promise of a life whose first output has not come."""

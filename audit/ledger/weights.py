@@ -39,41 +39,40 @@ MODEL = ""
 """Stands for the model itself, where other names are those of adapters."""
 
 
-class Weights:
+class Weights(msgspec.Struct, eq=False):
     """The versions of an engine's weights."""
 
-    def __init__(self) -> None:
-        self.stage = 0
-        """The present stage."""
-        self.looked = 0
-        """The stage that the last look at the model's weights began."""
-        self.changes: dict[str, list[int]] = {}
-        """The stages that changes of the model, and of each adapter, began."""
-        self.possible: set[int] = set()
-        """Changes of which it is not known whether the weights became others."""
-        self.found: dict[int, int] = {}
-        """Of each change that a look found: the stage within which it took place."""
-        self.counted: list[tuple[Any, str, int, int, int]] = []
-        """What was counted as not older since the last look: account, figure, stage, oldest stage, tokens."""
-        self.outcomes: dict[tuple[str, int], dict[int, tuple[bool, bool | None]]] = {}
-        """By method and number of a call, of each worker: whether it raised, and left its weights equal."""
-        self.last_calls: dict[str, tuple[int, str]] = {}
-        """Of each method that all workers were asked for: the number of the last call, and its adapter."""
-        self.handed_over = False
-        """Whether KV was loaded that a prefill engine computed, whose weights are not known."""
-        self.label = ""
-        """What the caller called the weights last."""
-        self.loaded_in = -1
-        """The step after which a worker's model last loaded weights, until a call of the engine returned."""
-        self.differing: dict[tuple[str, int], str] = {}
-        """Last calls with other outcomes on some workers than on others, before a step runs; the adapter."""
-        self.cached_since = 0
-        """None of the blocks of the prefix cache is of an older stage."""
-        self.reset_stage = 0
-        """The stage at the last reset of the prefix cache."""
-        self.refused: tuple[int, int] | None = None
-        """A reset that was refused after a change, since the last one that was not: its step, and version.
-        None: there is none, or a request that hit the cache since was reported."""
+    stage: int = 0
+    """The present stage."""
+    looked: int = 0
+    """The stage that the last look at the model's weights began."""
+    changes: dict[str, list[int]] = {}
+    """The stages that changes of the model, and of each adapter, began."""
+    possible: set[int] = set()
+    """Changes of which it is not known whether the weights became others."""
+    found: dict[int, int] = {}
+    """Of each change that a look found: the stage within which it took place."""
+    counted: list[tuple[Account, str, int, int, int]] = []
+    """What was counted as not older since the last look: account, figure, stage, oldest stage, tokens."""
+    outcomes: dict[tuple[str, int], dict[int, tuple[bool, bool | None]]] = {}
+    """By method and number of a call, of each worker: whether it raised, and left its weights equal."""
+    last_calls: dict[str, tuple[int, str]] = {}
+    """Of each method that all workers were asked for: the number of the last call, and its adapter."""
+    handed_over: bool = False
+    """Whether KV was loaded that a prefill engine computed, whose weights are not known."""
+    label: str = ""
+    """What the caller called the weights last."""
+    loaded_in: int = -1
+    """The step after which a worker's model last loaded weights, until a call of the engine returned."""
+    differing: dict[tuple[str, int], str] = {}
+    """Last calls with other outcomes on some workers than on others, before a step runs; the adapter."""
+    cached_since: int = 0
+    """None of the blocks of the prefix cache is of an older stage."""
+    reset_stage: int = 0
+    """The stage at the last reset of the prefix cache."""
+    refused: tuple[int, int] | None = None
+    """A reset that was refused after a change, since the last one that was not: its step, and version.
+    None: there is none, or a request that hit the cache since was reported."""
 
     @property
     def version(self) -> int:

@@ -546,7 +546,7 @@ class EventAudit(Observed):
         """The journal's folder, or a single segment file."""
         self.window = window
         """The time window that requests must have ended in to be counted."""
-        self._clock: float | None = UNREAD
+        self.read_clock: float | None = UNREAD
         """What :attr:`clock` has read."""
         self.auditor = Auditor(
             engine=name,
@@ -739,10 +739,10 @@ class EventAudit(Observed):
     @property
     def clock(self) -> float | None:
         """The same by the newest segment when it was first asked for; None: not known."""
-        if self._clock == UNREAD:
+        if self.read_clock == UNREAD:
             newest = last_start(self.path)
-            self._clock = newest.began_seconds if newest else None
-        return self._clock
+            self.read_clock = newest.began_seconds if newest else None
+        return self.read_clock
 
     def _counts(self, account: Account) -> bool:
         return self.window.has(account, self.began_seconds)

@@ -31,7 +31,7 @@ class FollowedAudit(EngineAudit):
         """The label of this engine's metrics, if a follower chose it; engines after each other share one."""
         self.engine_counters: EngineCounters | None = None
         """The engine's own counters beside the ledger's figures, if the engine is scraped."""
-        self.live_events = RecordedEvents(path)
+        self.live_events = RecordedEvents.beside(path)
         """The recorded KV events of this engine, read after :meth:`compare_events`."""
         self.read_seconds = 0.0
         """Unix time at which the journal was last read to its end; 0.0 before the first time."""

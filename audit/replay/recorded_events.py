@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
 from ..analysis.router_index import Index, contents_of
 from ..analysis.routing import Contents, EngineSide, RoutedRequest, Routing, Row, Sides, before_of, row_of
@@ -96,56 +98,70 @@ class _Recording:
         return True
 
 
-class RecordedEvents:
-    """The recordings beside the engine's journal at ``path``.
+class RecordedEvents(msgspec.Struct, dict=True, eq=False):
+    """The recorded KV events of one engine, beside its cache. A checkpoint saves the fields."""
 
-    ``contents``: by hash id, a keyed hash of the tokens; it makes an index of the tokens beside that of the
-    hash ids.
-    """
+    cache: RoutedCache = msgspec.field(default_factory=RoutedCache)
+    """The engine's cache, and the requests that used it."""
+    comparison: KVComparison = msgspec.field(default_factory=KVComparison)
+    """The engine's cache beside its KV events."""
+    announced: RecentCounts = msgspec.field(default_factory=RecentCounts)
+    """What the KV events announced, in the order in which they were received."""
+    by_tokens: RecentCounts = msgspec.field(default_factory=RecentCounts)
+    """The same by the hash of the tokens."""
+    ended: float = math.inf
+    """Unix time of the last event of an engine that is gone."""
+    stopped: bool = False
+    """Whether the engine ended in good order."""
+    over: bool = False
+    """Whether nothing follows in the journal."""
+    key: object = None
+    """The print of the key under which hash ids were made."""
+    port: object = None
+    """The port at which the engine publishes."""
+    heard: float = math.inf
+    """Unix time at which the first batch was received."""
+    positions: dict[str, tuple[Position, float]] = {}
+    """Of each recording of this engine: where to read on, and when its times began."""
+    streams: dict[str, int] = {}
+    """Of each recording: the life of the publisher that is this engine's."""
+    engine_began: float = 0.0
+    """Unix time at which the engine began; 0.0: its KV events are not compared."""
+    corrected: bool = False
+    """Whether the clock was corrected while the engine ran: its KV events are not compared."""
 
-    def __init__(self, path: Path, contents: Contents | None = None) -> None:
-        self.cache = RoutedCache()
-        """The engine's cache, and the requests that used it."""
-        self.comparison = KVComparison(self.cache)
-        """The engine's cache beside its KV events."""
-        self.announced = RecentCounts()
-        """What the KV events announced, in the order in which they were received."""
-        self.by_tokens = RecentCounts()
-        """The same by the hash of the tokens."""
-        self.ended = math.inf
-        """Unix time of the last event of an engine that is gone."""
-        self.stopped = False
-        """Whether the engine ended in good order."""
-        self.over = False
-        """Whether nothing follows in the journal."""
-        self.key: object = None
-        """The print of the key under which hash ids were made."""
-        self.port: object = None
-        """The port at which the engine publishes."""
-        self.heard = math.inf
-        """Unix time at which the first batch was received."""
-        self.positions: dict[str, tuple[Position, float]] = {}
-        """Of each recording of this engine: where to read on, and when its times began."""
-        self.streams: dict[str, int] = {}
-        """Of each recording: the life of the publisher that is this engine's."""
-        self.engine_began = 0.0
-        """Unix time at which the engine began; 0.0: its KV events are not compared."""
-        self.corrected = False
-        """Whether the clock was corrected while the engine ran: its KV events are not compared."""
+    def __post_init__(self) -> None:
         self.enabled = False
         """Whether anybody reads recordings: the caller sets it."""
         self.on_batch: Callable[[float, KVEventsReceived], None] | None = None
         """Called with each batch of this engine, of the KV cache group that is followed alone, and the Unix
         time at which it was received."""
-        self._contents = contents or {}
+        self._contents: Contents = {}
         """By hash id, a keyed hash of the tokens."""
-        self._path = path
+        self._path = Path()
         self._readers: dict[str, _Recording | None] = {}
         """A reader for each recording; None if it is not of this engine, or can't be read."""
         self._searched = False
         """Whether recordings were looked for."""
-        self._neighbours = Neighbours(path)
+        self._neighbours = Neighbours(self._path)
         """The engines beside this one."""
+        self.comparison.cache = self.cache
+
+    @classmethod
+    def beside(cls, path: Path, contents: Contents | None = None) -> RecordedEvents:
+        """The recordings beside the engine's journal at ``path``.
+
+        ``contents``: by hash id, a keyed hash of the tokens; it makes an index of the tokens beside that of
+        the hash ids.
+        """
+        events = cls()
+        events._path, events._neighbours, events._contents = path, Neighbours(path), contents or {}
+        return events
+
+    def take_up(self, saved: RecordedEvents) -> None:
+        """Go on from what was saved."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(saved, name))
 
     def feed(self, event: Event, changes: Sequence[PoolChange]) -> None:
         """Read one event of the engine's journal, and its ``changes`` of the pools."""
@@ -312,7 +328,8 @@ class RecordedEvents:
         self.close()
         self.engine_began, self.enabled = 0.0, False
         self.cache = RoutedCache()
-        self.comparison = KVComparison(self.cache)
+        self.comparison = KVComparison()
+        self.comparison.cache = self.cache
         self.announced = RecentCounts()
 
     def close(self) -> None:
@@ -390,7 +407,7 @@ class EventJournal:
     def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.path = path
         """The journal."""
-        self.events = RecordedEvents(path, contents)
+        self.events = RecordedEvents.beside(path, contents)
         """The recordings beside the journal."""
         self.counts = KVEventCounts()
         """What the comparison and the routing of this engine counted."""

@@ -1,170 +1,135 @@
-"""Turn the session of an :class:`EngineAudit`, and its sums, into plain data and back, for a checkpoint.
+"""The session of an :class:`EngineAudit`, and its sums, as one struct in msgpack, for a checkpoint.
 
 After :func:`capture` at any event, :func:`restore` gives an audit that continues exactly as the first would
-have. Pickle is not used: an engine's container may be able to write the file, so nothing in it may name
-code. Rules of this file:
+have. An engine's container may be able to write the file, so nothing in it may name code: msgspec reads it by
+the types of the fields, and refuses everything else.
 
-- Only the classes in :data:`OBJECTS` and :data:`STRUCTS` are written, each by its index there. An
-  attribute with any other value makes :func:`capture` fail, so no class is left out silently.
-- All attributes of an object are written, except those in :data:`REBUILT`, which its constructor makes.
-- A struct in an attribute of an object that :data:`REBUILT` lists needs no index: the constructor has put a
-  struct of the same type there.
-- An object that is referenced twice is written once, so accounts and lives keep their identity.
-- The names of all classes and attributes are part of the layout (:func:`layout`). Data of another layout is
-  not restored, because a new attribute would have no right value; the journals are read again instead.
+A struct is a value in msgpack, but an account is one thing that several tables name. So each account is saved
+once, and the tables have its place in the list of accounts. A life is saved wherever it is named, and the one
+in the list of the account's lives takes the others' places.
 
-A value is a scalar as it is, or a list whose first item is one of the codes below.
+The names and types of all fields are part of the layout (:func:`layout`). Data of another layout is not
+restored, because a new field would have no right value; the journals are read again instead.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache
-from operator import attrgetter
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 from zlib import crc32
 
 import msgspec
+from msgspec.structs import replace
 
-from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
-from ..checks.auditor import Auditor
+from ..checks.auditor import Findings
 from ..errors import LedgerError
-from ..events import EngineStarted, KVEventsReceived, RequestLabels
-from ..journal.reader import Position
-from ..ledger.account import (
-    Account,
-    CachedRange,
-    EncoderInput,
-    GroupBlock,
-    InFlight,
-    Life,
-    Line,
-    Losses,
-    PositionRange,
-    PositionRanges,
-    Settlement,
-)
-from ..ledger.blocks.ledger import BlockLedger
-from ..ledger.blocks.pool import Absent, LifeLacks, Pool
-from ..ledger.kv_events import Change, KVComparison, KVEvent, NotAnnounced, NotInCache, StreamGap
-from ..ledger.ledger import Ledger
-from ..ledger.transfers import Promise, WorkerTransfers
-from ..ledger.weights import Weights
-from .engine_audit import EngineAudit
+from ..ledger.account import Account, Life
+from ..ledger.blocks.contents import Contents
+from ..ledger.ledger_state import LedgerState
+from .engine_audit import EngineAudit, JournalSums
 from .followed_audit import FollowedAudit
 from .recorded_events import RecordedEvents
-from .worker_journals import Progress, WorkerJournals
+from .worker_journals import Progress
 
-SCHEMA = 4
-"""Version of the codes below, of the meaning of the attributes, and of the checkpoint around them."""
-
-OBJECTS: tuple[type, ...] = (
-    EngineAudit,
-    FollowedAudit,
-    Auditor,
-    Ledger,
-    BlockLedger,
-    WorkerTransfers,
-    Weights,
-    WorkerJournals,
-    Promise,
-    Account,
-    Life,
-    InFlight,
-    PositionRanges,
-    PositionRange,
-    Losses,
-    RecordedEvents,
-    KVComparison,
-    RoutedCache,
-    RecentCounts,
-)
-"""Classes written attribute by attribute, with their identity."""
-
-STRUCTS: tuple[type, ...] = (
-    EngineStarted,
-    Settlement,
-    Line,
-    CachedRange,
-    GroupBlock,
-    Pool,
-    LifeLacks,
-    Absent,
-    RequestLabels,
-    Position,
-    Change,
-    KVEvent,
-    KVEventsReceived,
-    StreamGap,
-    NotAnnounced,
-    NotInCache,
-    OpenRequest,
-    Progress,
-    EncoderInput,
-)
-"""msgspec structs and named tuples, written and checked by their types."""
-
-_BY_CALLER = frozenset(
-    {
-        "path",
-        "window",
-        "observers",
-        "event",
-        "on_event",
-        "on_closed",
-        "on_violation",
-        "on_trouble",
-        "_handlers",
-        "_by_class",
-        "_others",
-        "_ended",
-    }
-)
-"""What the caller decides of an audit, before it is restored."""
-
-REBUILT: dict[type, frozenset[str]] = {
-    EngineAudit: _BY_CALLER,
-    FollowedAudit: _BY_CALLER | {"engine_counters", "read_seconds", "checkpoint_seconds"},
-    Auditor: frozenset({"_debug", "_subscribed", "_name_of", "_on_violation", "_is_in_window"}),
-    Ledger: frozenset({"keep_closed", "watch", "counted", "wanted", "entries"}),
-    BlockLedger: frozenset({"findings", "requests", "removed_kept", "refilled", "invalid_hits"}),
-    WorkerTransfers: frozenset(),
-    RecordedEvents: frozenset(
-        {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"}
-    ),
-    KVComparison: frozenset({"cache"}),
-    RoutedCache: frozenset(),
-    RecentCounts: frozenset({"_changes", "_dropped", "_order"}),
-    WorkerJournals: frozenset({"next_step", "raised", "calls", "_folder", "_readers", "_steps"}),
-}
-"""Attributes that are not written: constructors make them, or they last for one event only."""
-
-_OBJECT, _REFERENCE, _STRUCT, _LIST, _TUPLE, _SET, _DEQUE, _DICT, _TYPED_BY_OWNER = range(9)
-_SCALARS = frozenset({type(None), bool, int, float, str})
-_ITEMS: dict[type, int] = {list: _LIST, tuple: _TUPLE, set: _SET, deque: _DEQUE}
-_MAKERS: dict[int, Callable[[Any], Any]] = {code: kind for kind, code in _ITEMS.items()}
-
+SCHEMA = 5
+"""Version of the meaning of the fields, and of the checkpoint around them."""
 
 Audit = TypeVar("Audit", bound=EngineAudit)
 
+Rows = list[tuple[int, int, int, int]]
+"""What a step scheduled: request, place of its account, tokens, draft tokens."""
 
-class _Captured(msgspec.Struct, array_like=True):
+
+class _Written(msgspec.Struct, array_like=True):
+    """The beginning of what any version has written since version 4."""
+
     layout: str
-    value: Any
+
+
+class AuditState(msgspec.Struct, array_like=True):
+    """Everything that decides how an audit goes on, and its sums."""
+
+    layout: str
+    name: str
+    """The engine's name in findings, if the caller gave it."""
+    clock: float | None
+    """Unix time from which the journal's times count."""
+    ledger: LedgerState
+    """The ledger, without the tables that name accounts."""
+    accounts: list[Account]
+    """Each account that a table names."""
+    living: dict[int, int]
+    """By request: the place of its account."""
+    steady: list[int]
+    """The requests whose postings are deferred."""
+    last_step: Rows
+    undelivered: list[Rows]
+    counted: list[tuple[int, str, int, int, int]]
+    """What was counted of weights since the last look, with the place of each account."""
+    findings: Findings
+    found_in: dict[int, set[str]]
+    journal: JournalSums
+    contents: Contents
+    workers: dict[str, Progress]
+    """How far each worker's journal was audited."""
+    workers_began: dict[str, float]
+    """From which Unix time each worker's journal counts."""
+    series: str
+    """The label of the engine's metrics, if a follower chose it."""
+    live_events: RecordedEvents | None
+    """The recorded KV events, of an audit that is followed."""
     observers: dict[str, msgspec.Raw]
+    """What each observer saves, by the name of its class."""
 
 
 def capture(audit: EngineAudit) -> bytes:
-    """The open state of ``audit`` and its sums. Accounts that it keeps must have been taken.
+    """The open state of ``audit`` and its sums. Accounts that it keeps must have been taken."""
+    auditor, workers = audit.auditor, audit.workers
+    ledger, accounts = auditor.ledger, list[Account]()
+    places: dict[int, int] = {}
 
-    Raises TypeError for a value of an unknown class, which is a defect of kvledger.
-    """
+    def place(account: Account) -> int:
+        found = places.setdefault(id(account), len(accounts))
+        if found == len(accounts):
+            accounts.append(account)
+        return found
+
+    def rows(step: dict[int, tuple[Account, int, int]]) -> Rows:
+        return [(request, place(row[0]), row[1], row[2]) for request, row in step.items()]
+
+    followed = audit if isinstance(audit, FollowedAudit) else None
     encode = msgspec.msgpack.encode
-    observers = {type(one).__name__: msgspec.Raw(encode(one.saved)) for one in audit.observers}
-    return encode(_Captured(layout(), _Writer().value(audit), observers))
+    return encode(
+        AuditState(
+            layout=layout(),
+            name=auditor.given_name,
+            clock=audit.read_clock,
+            ledger=LedgerState(**_but_accounts(ledger)),
+            accounts=accounts,
+            living={request: place(account) for request, account in ledger.living.items()},
+            steady=list(ledger.steady),
+            last_step=rows(ledger.last_step),
+            undelivered=[rows(step) for step in ledger.undelivered],
+            counted=[(place(row[0]), *row[1:]) for row in ledger.weights.counted],
+            findings=auditor.findings,
+            found_in=auditor.found_in,
+            journal=audit.journal,
+            contents=audit.contents,
+            workers=workers.progress,
+            workers_began=workers.began,
+            series=followed.series if followed else "",
+            live_events=followed.live_events if followed else None,
+            observers={type(one).__name__: msgspec.Raw(encode(one.saved)) for one in audit.observers},
+        )
+    )
+
+
+def _but_accounts(ledger: LedgerState) -> dict[str, Any]:
+    """The fields of a ledger, without the accounts in them."""
+    fields = {name: getattr(ledger, name) for name in LedgerState.__struct_fields__}
+    fields.update(living={}, closed={}, steady={}, last_step={}, undelivered=[])
+    return {**fields, "weights": replace(ledger.weights, counted=[])}
 
 
 def restore(data: bytes, audit: Audit) -> Audit:
@@ -175,17 +140,52 @@ def restore(data: bytes, audit: Audit) -> Audit:
     damaged data.
     """
     try:
-        captured = msgspec.msgpack.decode(data, type=_Captured)
-        if captured.layout == layout():
-            _Reader().fill(audit, captured.value)
-            for one in audit.observers:
-                saved = captured.observers[type(one).__name__]
-                one.saved = msgspec.msgpack.decode(saved, type=type(one.saved))
-            audit.sums = audit.sums  # the observers count on in what was read
+        if msgspec.msgpack.decode(data, type=_Written).layout == layout():
+            _take_up(audit, msgspec.msgpack.decode(data, type=AuditState))
             return audit
     except (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise LedgerError("The saved audit of an engine is damaged.") from None
     raise OtherLayout("The saved audit of an engine was written by another version of kvledger.")
+
+
+def _take_up(audit: EngineAudit, saved: AuditState) -> None:
+    ledger, accounts = saved.ledger, saved.accounts
+    for account in accounts:
+        _relink(account)
+    living = ledger.living = {request: accounts[place] for request, place in saved.living.items()}
+    ledger.steady = {request: living[request] for request in saved.steady}
+    ledger.last_step, *ledger.undelivered = (
+        {row[0]: (accounts[row[1]], row[2], row[3]) for row in step}
+        for step in (saved.last_step, *saved.undelivered)
+    )
+    ledger.weights.counted = [(accounts[row[0]], *row[1:]) for row in saved.counted]
+    for promise in (*ledger.transfers.promises.values(), *ledger.transfers.earlier.values()):
+        promise.account = living[promise.account.request]
+        promise.life = promise.account.lives[promise.life.number - 1]
+    auditor = audit.auditor
+    auditor.ledger.take_up(ledger)
+    auditor.given_name, auditor.findings, auditor.found_in = saved.name, saved.findings, saved.found_in
+    audit.read_clock, audit.journal, audit.contents = saved.clock, saved.journal, saved.contents
+    audit.workers.progress, audit.workers.began = saved.workers, saved.workers_began
+    if isinstance(audit, FollowedAudit) and saved.live_events is not None:
+        audit.series = saved.series
+        audit.live_events.take_up(saved.live_events)
+    for one in audit.observers:
+        one.saved = msgspec.msgpack.decode(saved.observers[type(one).__name__], type=type(one.saved))
+    audit.sums = audit.sums  # the observers count on in what was read
+
+
+def _relink(account: Account) -> None:
+    """Put the lives of an account in the places of their copies."""
+    lives = account.lives
+    account.life = _of(lives, account.life)
+    account.reporting = _of(lives, account.reporting)
+    for flight in account.in_flight:
+        flight.life = lives[flight.life.number - 1]
+
+
+def _of(lives: list[Life], copy: Life | None) -> Life | None:
+    return None if copy is None else lives[copy.number - 1]
 
 
 class OtherLayout(LedgerError):
@@ -194,174 +194,17 @@ class OtherLayout(LedgerError):
 
 @cache
 def layout() -> str:
-    """The schema, and a checksum over the names of all classes and attributes that are written."""
-    names = [(kind.__name__, attributes(kind)) for kind in (*OBJECTS, *STRUCTS, *_typed_by_owner())]
-    return f"{SCHEMA}.{crc32(repr(names).encode()):08x}"
+    """The schema, and a checksum over the names and types of all fields that are written."""
+    fields = [(kind.__name__, kind.__annotations__) for kind in dict.fromkeys(_structs(AuditState, set()))]
+    return f"{SCHEMA}.{crc32(repr(fields).encode()):08x}"
 
 
-@cache
-def attributes(kind: type) -> tuple[str, ...]:
-    """The names of the attributes of ``kind`` that are written, in their order."""
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    if issubclass(kind, tuple):
-        return tuple(kind.__annotations__)
-    every = getattr(kind, "__slots__", None) or vars(_BLANK[kind]())
-    return tuple(sorted(set(every) - REBUILT.get(kind, frozenset())))
-
-
-def _typed_by_owner() -> list[type]:
-    """The structs that constructors put into attributes."""
-    found = (getattr(make(), name) for kind, make in _BLANK.items() for name in attributes(kind))
-    return [type(one) for one in found if isinstance(one, msgspec.Struct)]
-
-
-_BLANK: dict[type, Callable[[], Any]] = {
-    EngineAudit: lambda: EngineAudit(Path()),
-    FollowedAudit: lambda: FollowedAudit(Path()),
-    Auditor: Auditor,
-    Ledger: Ledger,
-    BlockLedger: BlockLedger,
-    WorkerTransfers: WorkerTransfers,
-    Weights: Weights,
-    WorkerJournals: lambda: WorkerJournals(Path()),
-    RecordedEvents: lambda: RecordedEvents(Path()),
-    KVComparison: KVComparison,
-    RoutedCache: RoutedCache,
-    RecentCounts: RecentCounts,
-}
-
-
-_UNFILLED: dict[type, Callable[[], Any]] = {
-    Account: lambda: Account(0, "", 0, 0),
-    Life: lambda: Life(0, 0, 0, False),
-    InFlight: lambda: InFlight(0, 0, 0, Life(0, 0, 0, False)),
-    PositionRanges: PositionRanges,
-    PositionRange: lambda: PositionRange(0, 0, "", 0),
-    Losses: Losses,
-}
-"""By struct with an identity: one that is filled with what was written."""
-
-
-class _Writer:
-    """Turns objects into lists, each object once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        """The place of each object among those that were written, by the identity of the object."""
-        self._writers: dict[type, Callable[[Any], Any]] = dict.fromkeys(_ITEMS, self._items)
-        """By class: what turns a value into a list."""
-        self._writers[dict] = self._dict
-        self._getters: dict[type, tuple[int, Callable[[Any], Any]]] = {}
-        """By class: its index in ``OBJECTS``, and what reads all its attributes."""
-        for place, kind in enumerate(OBJECTS):
-            names = attributes(kind)
-            getter: Callable[[Any], Any] = attrgetter(*names)
-            if len(names) == 1:
-                getter = _alone(getter)
-            self._getters[kind] = (place, getter)
-            self._writers[kind] = self._object
-        for kind in STRUCTS:
-            self._writers[kind] = self._struct
-
-    def value(self, value: Any) -> Any:
-        """``value`` as scalars and lists. Raises TypeError for a value of another class."""
-        kind = type(value)
-        if kind in _SCALARS:
-            return value
-        write = self._writers.get(kind)
-        if write is None:
-            raise TypeError(f"a checkpoint can't hold a {kind.__module__}.{kind.__qualname__}")
-        return write(value)
-
-    def _object(self, value: Any) -> list[Any]:
-        index = self._seen.get(id(value))
-        if index is not None:
-            return [_REFERENCE, index]
-        self._seen[id(value)] = len(self._seen)
-        place, getter = self._getters[type(value)]
-        scalars, writers = _SCALARS, self._writers
-        rebuilt = type(value) in REBUILT
-        row: list[Any] = [_OBJECT, place]
-        for one in getter(value):
-            kind = type(one)
-            if kind in scalars:
-                row.append(one)
-            elif kind in writers:
-                row.append(writers[kind](one))
-            else:
-                typed = rebuilt and isinstance(one, msgspec.Struct)
-                row.append([_TYPED_BY_OWNER, msgspec.msgpack.encode(one)] if typed else self.value(one))
-        return row
-
-    def _struct(self, value: Any) -> list[Any]:
-        return [_STRUCT, STRUCTS.index(type(value)), value]
-
-    def _items(self, value: Any) -> list[Any]:
-        return [_ITEMS[type(value)], *map(self.value, value)]
-
-    def _dict(self, value: dict[Any, Any]) -> list[Any]:
-        row: list[Any] = [_DICT]
-        for key, one in value.items():
-            row += (self.value(key), self.value(one))
-        return row
-
-
-def _alone(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap an attrgetter of a single name, which returns no tuple."""
-    return lambda value: (getter(value),)
-
-
-class _Reader:
-    """Turns lists back into objects."""
-
-    def __init__(self) -> None:
-        self._seen: list[Any] = []
-        """The objects that were read, in the order in which they were written."""
-
-    def fill(self, into: Any, row: list[Any]) -> Any:
-        """Set the attributes of ``into`` to those in ``row``."""
-        code, place, *values = row
-        kind = OBJECTS[place]
-        if code != _OBJECT or not isinstance(into, kind):
-            raise ValueError("not the object that belongs here")
-        self._seen.append(into)
-        for name, value in zip(attributes(kind), values, strict=True):
-            rebuilt = getattr(into, name) if kind in REBUILT else None
-            setattr(into, name, self._part(rebuilt, value))
-        return into
-
-    def _part(self, rebuilt: Any, value: Any) -> Any:
-        """The value of an attribute in which the constructor has put the object or struct ``rebuilt``."""
-        if type(rebuilt) in REBUILT:
-            return self.fill(rebuilt, value)
-        if type(value) is list and value[0] == _TYPED_BY_OWNER:
-            if not isinstance(rebuilt, msgspec.Struct):
-                raise ValueError("a struct of no known type")
-            return msgspec.msgpack.decode(value[1], type=type(rebuilt))
-        return self.value(value)
-
-    def value(self, value: Any) -> Any:
-        """The object that was written as ``value``."""
-        if type(value) is str:
-            return sys.intern(value)  # accounts compare sources by identity
-        if type(value) is not list:
-            return value
-        code = value[0]
-        if code == _REFERENCE:
-            return self._seen[value[1]]
-        if code == _OBJECT:
-            return self._object(value)
-        if code == _STRUCT:
-            return msgspec.convert(value[2], STRUCTS[value[1]])
-        if code == _DICT:
-            rest = map(self.value, value[1:])
-            return dict(zip(rest, rest, strict=True))
-        return _MAKERS[code](map(self.value, value[1:]))
-
-    def _object(self, row: list[Any]) -> Any:
-        kind = OBJECTS[row[1]]
-        if kind in REBUILT:
-            raise ValueError("an object that its owner makes")
-        blank = _UNFILLED.get(kind)
-        return self.fill(kind.__new__(kind) if blank is None else blank(), row)
+def _structs(kind: Any, seen: set[Any]) -> Iterator[type]:
+    """The structs and named tuples that a type is made of, with their bases."""
+    if isinstance(kind, type) and kind not in seen and hasattr(kind, "__annotations__"):
+        seen.add(kind)
+        yield from kind.__mro__[:-2]
+        for part in get_type_hints(kind).values():
+            yield from _structs(part, seen)
+    for part in get_args(kind):
+        yield from _structs(part, seen)

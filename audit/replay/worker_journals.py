@@ -119,7 +119,7 @@ class WorkerJournals:
         and not yet returned."""
         self.progress: dict[str, Progress] = {}
         """How far each worker's journal was audited, by its name."""
-        self._began: dict[str, float] = {}
+        self.began: dict[str, float] = {}
         """From which Unix time each worker's journal counts."""
         self._folder = path.parent if path.is_dir() else None
         """Where workers' journals are; None if a single segment is read."""
@@ -184,7 +184,7 @@ class WorkerJournals:
                     elif isinstance(event, EngineRaised | WorkerWeights):
                         if number < progress.unplaced:
                             continue
-                        began = self._began.get(reader.path.name, 0.0)
+                        began = self.began.get(reader.path.name, 0.0)
                         call = _Call(began + event.at / 1e6, event, number, progress)
                         self.calls = deque(sorted([*self.calls, call], key=lambda each: each.at))
                     elif isinstance(event, Gap | HookFailed) or _is_of_another_engine(event, identity):
@@ -194,7 +194,7 @@ class WorkerJournals:
                         self._stop_reading(reader.path.name)
                         return
                     elif isinstance(event, EngineStarted):
-                        self._began[reader.path.name] = event.began_seconds
+                        self.began[reader.path.name] = event.began_seconds
         except LedgerError:
             self._stop_reading(reader.path.name)
 

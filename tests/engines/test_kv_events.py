@@ -145,7 +145,8 @@ def compare(
     step_by_step: bool = False,
 ) -> tuple[list[Found], KVEventCounts]:
     """What the comparison finds in one pass, or after each event with what was published by then."""
-    comparison, counts, rest = KVComparison(RoutedCache()), KVEventCounts(), list(stream)
+    comparison, counts, rest = KVComparison(), KVEventCounts(), list(stream)
+    comparison.cache = RoutedCache()
     comparison.began, contents = started.began_seconds, Contents()
     for event in events:
         comparison.cache.feed(event, contents.read(event))

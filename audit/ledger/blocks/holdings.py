@@ -173,75 +173,76 @@ InvalidRange = tuple[int, int, int]
 """Positions of a request whose KV is not valid: request, start, end."""
 
 
-class Holdings:
+class Holdings(msgspec.Struct, dict=True, eq=False):
     """Pools, blocks and holders, and what the present event revealed about them."""
 
-    def __init__(self, weights: Weights | None = None) -> None:
-        self.weights = weights or Weights()
+    hit_blocks: dict[int, dict[tuple[int, int], list[HitBlock]]] = {}
+    """By request, until its admission: the blocks that it hit after the first change of weights, by pool
+    and group."""
+    saved_weights: dict[int, tuple[int, int]] = {}
+    """By hash id: version and oldest version of the newest KV that was saved in the connector's store."""
+    pools: dict[int, Pool] = {}
+    """Pools by number."""
+    held: dict[int, dict[tuple[int, int], int]] = {}
+    """By request: how often its tables hold each (pool, block)."""
+    ending: dict[int, int] = {}
+    """Ended requests whose tables may still exist, with the time of their end."""
+    deferred: dict[tuple[int, int], Holder] = {}
+    """Blocks (pool, block) whose free is deferred, with the holder that gave them up."""
+    pins_last: bool = True
+    """Whether references outside the block tables may last: of a connector, or it is not known."""
+    pinned: dict[tuple[int, int], Operation] = {}
+    """Blocks (pool, block) with such a reference where none may last, and what took the last one."""
+    lives: dict[int, LifeLacks] = {}
+    """By request: the blocks that its present life fills."""
+    unread: dict[tuple[int, int, int], int] = {}
+    """Hits that no step has read: request, pool, block, and the step of the hit. 0: judge it at once."""
+    hits: dict[int, dict[tuple[int, int], int]] = {}
+    """By request, until its admission: how many blocks it hit of each pool and group."""
+    exposed: dict[tuple[int, int, int], None] = {}
+    """Hits on blocks that have lost KV since: request, pool, block. Each further step reads them."""
+    leaving: list[tuple[int, int, int, int, Absent]] = []
+    """What tables lost or never had by a step that was not posted: step, request, pool, group, and it."""
+    left: dict[int, dict[tuple[int, int], Absent]] = {}
+    """Where the tables of a request's life begin: by request, and by pool and group."""
+    begun: dict[int, tuple[int, int]] = {}
+    """By request: first position and number of its lowest step whose window is not judged yet."""
+    keeps_state_places: bool = False
+    """Whether a session's next turn goes on from the block of the step before, known by the runner."""
+    state_ends: dict[int, int] = {}
+    """Where the last state ends of a request whose count fell and that no step has scheduled since."""
+    rewrites: dict[int, Rewrite] = {}
+    """By session: the cached blocks that its next turn is to write over."""
+    newly_cached: list[tuple[int, int, int, int]] = []
+    """What this step cached: pool, request, block, end. Checked against loads after the step."""
+    preempted_cached: list[tuple[int, int, int, int]] = []
+    """Cached blocks of preempted requests, which lack positions: pool, block, hash id, step."""
+    hash_awaited: set[tuple[int, int]] = set()
+    """Blocks (pool, block) that were computed, and whose hash :mod:`..content_postings` waits for."""
+    hash_arrived: list[tuple[int, int, int, int, str]] = []
+    """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
+    cached_before: list[tuple[int, CachedRange]] = []
+    """Requests that this event makes fill positions whose KV the cache had before."""
+    cached_in_group: list[tuple[int, GroupBlock]] = []
+    """The same for blocks of groups that need not all blocks below a boundary."""
+    isolation: dict[int, list[int]] = {}
+    """Isolation classes by request, until the engine forgets the request; unknown if absent."""
+    store_keys: dict[int, tuple[int, list[int]]] = {}
+    """By request: tokens per chunk of the connector's store, and the key of each chunk of the request."""
+    saved_keys: dict[int, list[SavedBy]] = {}
+    """By key of the connector's store: who may have saved the KV, one request of each isolation class."""
+    demand: BlockDemand = msgspec.field(default_factory=BlockDemand)
+    """How many more blocks preempted requests would have needed to run on."""
+    calls: int = 0
+    """How many calls have allocated blocks."""
+
+    def __post_init__(self) -> None:
+        self.weights = Weights()
         """The versions of the weights. Only the ledger of requests changes them."""
-        self.hit_blocks: dict[int, dict[tuple[int, int], list[HitBlock]]] = {}
-        """By request, until its admission: the blocks that it hit after the first change of weights, by pool
-        and group."""
-        self.saved_weights: dict[int, tuple[int, int]] = {}
-        """By hash id: version and oldest version of the newest KV that was saved in the connector's store."""
-        self.pools: dict[int, Pool] = {}
-        """Pools by number."""
-        self.held: dict[int, dict[tuple[int, int], int]] = {}
-        """By request: how often its tables hold each (pool, block)."""
-        self.ending: dict[int, int] = {}
-        """Ended requests whose tables may still exist, with the time of their end."""
-        self.deferred: dict[tuple[int, int], Holder] = {}
-        """Blocks (pool, block) whose free is deferred, with the holder that gave them up."""
-        self.pins_last = True
-        """Whether references outside the block tables may last: of a connector, or it is not known."""
-        self.pinned: dict[tuple[int, int], Operation] = {}
-        """Blocks (pool, block) with such a reference where none may last, and what took the last one."""
-        self.lives: dict[int, LifeLacks] = {}
-        """By request: the blocks that its present life fills."""
-        self.unread: dict[tuple[int, int, int], int] = {}
-        """Hits that no step has read: request, pool, block, and the step of the hit. 0: judge it at once."""
-        self.hits: dict[int, dict[tuple[int, int], int]] = {}
-        """By request, until its admission: how many blocks it hit of each pool and group."""
-        self.exposed: dict[tuple[int, int, int], None] = {}
-        """Hits on blocks that have lost KV since: request, pool, block. Each further step reads them."""
-        self.leaving: list[tuple[int, int, int, int, Absent]] = []
-        """What tables lost or never had by a step that was not posted: step, request, pool, group, and it."""
-        self.left: dict[int, dict[tuple[int, int], Absent]] = {}
-        """Where the tables of a request's life begin: by request, and by pool and group."""
-        self.begun: dict[int, tuple[int, int]] = {}
-        """By request: first position and number of its lowest step whose window is not judged yet."""
-        self.keeps_state_places = False
-        """Whether a session's next turn goes on from the block of the step before, known by the runner."""
-        self.state_ends: dict[int, int] = {}
-        """Where the last state ends of a request whose count fell and that no step has scheduled since."""
-        self.rewrites: dict[int, Rewrite] = {}
-        """By session: the cached blocks that its next turn is to write over."""
-        self.newly_cached: list[tuple[int, int, int, int]] = []
-        """What this step cached: pool, request, block, end. Checked against loads after the step."""
-        self.preempted_cached: list[tuple[int, int, int, int]] = []
-        """Cached blocks of preempted requests, which lack positions: pool, block, hash id, step."""
-        self.hash_awaited: set[tuple[int, int]] = set()
-        """Blocks (pool, block) that were computed, and whose hash :mod:`..content_postings` waits for."""
-        self.hash_arrived: list[tuple[int, int, int, int, str]] = []
-        """Those of them that got a hash: pool, block, hash id, step of the allocation, and writer."""
-        self.cached_before: list[tuple[int, CachedRange]] = []
-        """Requests that this event makes fill positions whose KV the cache had before."""
-        self.cached_in_group: list[tuple[int, GroupBlock]] = []
-        """The same for blocks of groups that need not all blocks below a boundary."""
         self.invalid_hits: list[InvalidRange] = []
         """Local hits on KV that is not valid, found after the present event."""
-        self.isolation: dict[int, list[int]] = {}
-        """Isolation classes by request, until the engine forgets the request; unknown if absent."""
-        self.store_keys: dict[int, tuple[int, list[int]]] = {}
-        """By request: tokens per chunk of the connector's store, and the key of each chunk of the request."""
-        self.saved_keys: dict[int, list[SavedBy]] = {}
-        """By key of the connector's store: who may have saved the KV, one request of each isolation class."""
-        self.demand = BlockDemand()
-        """How many more blocks preempted requests would have needed to run on."""
         self.findings: list[BlockFinding] = []
         """Subjects of this event, for the checks."""
-        self.calls = 0
-        """How many calls have allocated blocks."""
         self.removed_kept = 0
         """How many hashes that left a cache map are remembered, if that is more than usual."""
         self.requests: Requests

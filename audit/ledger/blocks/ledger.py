@@ -762,7 +762,7 @@ _FOLLOWING = {
 """What follows from an event of requests, in this order."""
 
 
-class BlockLedger(Holdings):
+class BlockLedger(Holdings, dict=True, eq=False):
     """Blocks of one engine, kept from its events in order."""
 
     EVENTS: ClassVar[frozenset[type[ev.Event]]] = frozenset((*_APPLYING, ev.PoolCalls))

@@ -72,20 +72,20 @@ def batches(said: Sequence[tuple[float, int, int]]) -> list[tuple[float, ev.KVEv
     return found
 
 
-class Told(RecentCounts):
+class Told(RecentCounts, kw_only=True):
     """Our own index of one engine, by the content of the blocks, and the batches from which it was made."""
 
-    def __init__(
-        self, batches: list[tuple[float, ev.KVEventsReceived]], contents: Mapping[int, int] | None = None
-    ) -> None:
-        super().__init__()
-        self.batches = batches
-        for at, batch in batches:
+    batches: list[tuple[float, ev.KVEventsReceived]]
+    contents: Mapping[int, int] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for at, batch in self.batches:
             for event, _ in kv_events(batch):
                 if event.kind == CLEARED:
                     self.clear(at)
                 else:
-                    self.add(at, (contents or {}).get(event.hash_id, event.hash_id), event.kind)
+                    self.add(at, self.contents.get(event.hash_id, event.hash_id), event.kind)
 
 
 def cache_of(some: Sequence[Change], *, whole: bool = True) -> RoutedCache:
@@ -114,8 +114,8 @@ def engine(
     batch = batches(said)
     return EngineSide(
         cache_of(history, whole=whole),
-        Told(batch),
-        Told(batch, TOKENS),
+        Told(batches=batch),
+        Told(batches=batch, contents=TOKENS),
         0.0,
         math.inf,
         {},

@@ -30,7 +30,6 @@ from kvledger.audit.ledger.kv_events import (
     CLEARED,
     REMOVED,
     STORED,
-    CacheChanges,
     KVComparison,
     KVEventCounts,
 )
@@ -42,7 +41,7 @@ def compared(
     stream: Sequence[KVEventsReceived], cache: Sequence[Sequence[Event]] = CACHE, end: int = END
 ) -> tuple[KVComparison, KVEventCounts]:
     """Compare two whole accounts in one pass."""
-    comparison, counts, contents = KVComparison(CacheChanges()), KVEventCounts(), Contents()
+    comparison, counts, contents = KVComparison(), KVEventCounts(), Contents()
     comparison.began = BEGAN
     for event in [POOL, *(event for some in cache for event in some)]:
         comparison.cache.feed(event, contents.read(event))
