@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.command_line import exit_code
@@ -72,26 +74,26 @@ def planted(request: pytest.FixtureRequest, healthy: Path, tmp_path: Path) -> It
     shutil.rmtree(folder)
 
 
-def answers(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[object, str]]:
+def answers(folder: Path, out: Path) -> dict[str, tuple[object, str]]:
     """The exit code of every command, and what it says."""
     found: dict[str, tuple[object, str]] = {}
     for command in COMMANDS:
         words = command.replace("OUT", str(out)).split()
         code: object = "too long"
-        with contextlib.suppress(TooLong), limited():
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(TooLong), limited():
             code = exit_code(*(word.replace("{}", str(folder)).replace("QUERY", QUERY) for word in words))
-        found[command] = code, capsys.readouterr().err
+        found[command] = code, said.getvalue()
     return found
 
 
 def test_every_command_answers_as_without_them_and_says_what_it_left_out(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    healthy: Path, tmp_path: Path
 ) -> None:
     """All kinds take turns: every kind and every name is there for every command."""
     folder = Path(shutil.copytree(healthy, tmp_path / "journals"))
     makers = [make for make in KINDS.values() if os.geteuid() == 0 or make not in OF_ROOT]
     plant(folder, *makers)
-    beside = answers(folder, tmp_path, capsys)
+    beside = answers(folder, tmp_path)
 
     assert {} == {command: answer for command, answer in beside.items() if answer[0] not in (1, 3)}
     for code, said in beside.values():
@@ -129,9 +131,23 @@ def another_user() -> Iterator[None]:
         os.setegid(0)
 
 
-@pytest.fixture
-def shared(healthy: Path) -> Iterator[Path]:
+class Shared(NamedTuple):
     """Journals that every user may read, which a sidecar and a compaction of root keep files beside."""
+
+    folder: Path
+    before: dict[str, tuple[object, str]]
+    """What every command answers to root."""
+
+    def answers_to_another_user(self, out: str) -> dict[str, tuple[object, str]]:
+        place = self.folder.parent / out
+        place.mkdir()
+        place.chmod(0o777)
+        with another_user():
+            return answers(self.folder, place)
+
+
+@pytest.fixture(scope="module")
+def shared(healthy: Path) -> Iterator[Shared]:
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         folder = Path(shutil.copytree(healthy, Path(name, "journals")))
@@ -143,35 +159,24 @@ def shared(healthy: Path) -> Iterator[Path]:
         follower.catch_up()
         follower.close()
         Path(name, "out").mkdir()
-        os.chmod(Path(name, "out"), 0o777)
-        yield folder
+        # This imports what commands import, too: another user may not read it.
+        yield Shared(folder, answers(folder, Path(name, "out")))
 
 
-def test_the_files_of_root_stop_no_other_user(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_root_stop_no_other_user(shared: Shared) -> None:
     """A command that reads kept rows says that it may not look for those of journals that are gone."""
-    out = shared.parent / "out"
-    before = answers(shared, out, capsys)  # imports what commands import; another user may not read it
-    for path in sorted(out.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    with another_user():
-        after = answers(shared, out, capsys)
-
     refused = {command for command in COMMANDS if command.startswith("journals compact")}
-    for command, (code, said) in after.items():
-        unknown = f"{shared / FOLDER} can't be read (Permission denied): " in said
-        expected = 3 if command in refused else before[command][0] or (3 if unknown else 0)
+    for command, (code, said) in shared.answers_to_another_user("another").items():
+        unknown = f"{shared.folder / FOLDER} can't be read (Permission denied): " in said
+        expected = 3 if command in refused else shared.before[command][0] or (3 if unknown else 0)
         assert expected == code, command
 
 
-def test_a_journal_of_another_user_is_left_out(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shared.parent / "out"
-    other = min(shared.glob("engine-*"))
-    answers(shared, out, capsys)
-    for path in sorted(out.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+def test_a_journal_of_another_user_is_left_out(shared: Shared) -> None:
+    other = min(shared.folder.glob("engine-*"))
     other.chmod(0o700)
-    with another_user():
-        after = answers(shared, out, capsys)
+    after = shared.answers_to_another_user("without")
+    other.chmod(0o755)
 
     assert {} == {command: answer for command, answer in after.items() if answer[0] not in (1, 3)}
     for command, (code, said) in after.items():

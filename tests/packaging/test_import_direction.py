@@ -8,7 +8,8 @@ function or for the type checker. The standard library is free to all.
 import ast
 import graphlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,7 +187,8 @@ class Import(NamedTuple):
     relative: bool
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
+@cache
+def imports(source: str, module: str, is_package: bool) -> Sequence[Import]:
     """Every import of a file; `from a import b` is `a.b`, whether `b` is a module or a name in one."""
     package = module.split(".") if is_package else module.split(".")[:-1]
 
@@ -204,11 +206,12 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
             for child in node.orelse:
                 yield from walk(child, lazy)
         else:
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in ast.iter_child_nodes(node):
-                yield from walk(child, lazy or is_function)
+                if not isinstance(child, ast.expr):  # no expression has an import in it
+                    yield from walk(child, lazy or is_function)
 
-    return walk(ast.parse(source), False)
+    return tuple(walk(ast.parse(source), False))
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:

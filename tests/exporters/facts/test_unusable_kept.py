@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -104,14 +105,18 @@ def journal(compacted: Path, tmp_path: Path) -> Path:
     return shutil.copytree(compacted.parent, tmp_path / "journals") / compacted.name
 
 
-@pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)
+COMMANDS = ("summary {} --format json", "why {}", "query {} QUERY", "journals compact {}")
+
+
 @pytest.mark.parametrize(
-    "command", ["summary {} --format json", "why {}", "query {} QUERY", "journals compact {}"]
+    ("damage", "command"),
+    [*zip(SPOIL, itertools.cycle(COMMANDS), strict=False), *itertools.product(["rows flipped"], COMMANDS)],
 )
 def test_it_is_said_and_the_code_is_3(
-    spoil: Callable[[Path], object], command: str, journal: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, command: str, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = runner(capsys)
+    """Each damage with a command, and one damage with each."""
+    spoil, run = SPOIL[damage], runner(capsys)
     words = command.replace("{}", str(journal.parent)).split()
     words = [word.replace("QUERY", "select count(*) from requests") for word in words]
     (journal / segment_name(1)).unlink()
