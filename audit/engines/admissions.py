@@ -125,6 +125,9 @@ class Admissions:
             pools.looked_up(request_id)
         attempt = self.attempts.get(request_id)
         if attempt is None:
+            adapter = getattr(request, "lora_request", None)
+            if adapter is not None:
+                self._observer.weights.adapter_runs(adapter)
             self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)
             self.queue.looked_up()
         else:  # a second lookup in the step, after the connector's answer

@@ -62,6 +62,9 @@ NEVER = float("inf")
 DRAFT = "draft model"
 """Stands for the draft model where other names are those of adapters: no request's KV depends on it."""
 
+LOADS_ADAPTER = "add_adapter"
+"""vLLM's method by which a worker loads the adapter of a request; no call of the engine leads to it."""
+
 DISCARDED_FROM = 2
 """From this level of sleep on, the weights are gone until they are loaded again."""
 
@@ -281,28 +284,46 @@ class WeightsWatch:
                 files = _files(str(getattr(request, "lora_path", "")))
                 self._adapters[str(request.lora_name)] = int(request.lora_int_id), files
 
+    def adapter_runs(self, request: Any) -> None:
+        """A request with an adapter is looked up, and is to run in this step.
+
+        The worker loads the adapter before the step if it was removed, and each time if the request says
+        "in place". vLLM's server keeps that word for all later requests up to 0.32.
+        """
+        if self._loads_again(request):
+            with self._guarded("the adapter of a request"):
+                self._adapter_loaded(LOADS_ADAPTER, request, 0)
+
     def _adapter_added(self, request: Any, raised: bool) -> None:
         """An adapter was loaded. One of that name that was loaded before may have had other weights.
 
         ``raised``: at least one worker did not load it. Others may have.
         """
+        name, call = str(request.lora_name), self._rpcs[ev.ADDS_ADAPTER]
+        if not raised:
+            self._adapter_loaded(ev.ADDS_ADAPTER, request, call)
+        elif name in self._adapters and self._loads_again(request) and workers(self._scheduler) > 1:
+            self.changed(ev.ADDS_ADAPTER, ev.POSSIBLE, adapter=name, call=call)
+
+    def _loads_again(self, request: Any) -> bool:
+        """Whether an adapter that was loaded is loaded once more for this request."""
+        return request.lora_name in self._removed or bool(getattr(request, "load_inplace", False))
+
+    def _adapter_loaded(self, by: str, request: Any, call: int) -> None:
+        """An adapter is loaded from its files or tensors. Weights in memory can't be compared."""
         name, files = str(request.lora_name), _files(str(getattr(request, "lora_path", "")))
-        again = name in self._removed or bool(getattr(request, "load_inplace", False))
-        known, call = self._adapters.get(name), self._rpcs[ev.ADDS_ADAPTER]
-        if raised:
-            if known is not None and again and workers(self._scheduler) > 1:
-                self.changed(ev.ADDS_ADAPTER, ev.POSSIBLE, adapter=name, call=call)
-            return
+        known, again = self._adapters.get(name), self._loads_again(request)
         self._adapters[name] = int(request.lora_int_id), files
         self._removed.discard(name)
         if known is None or not again:
             return
         in_memory = getattr(request, "lora_tensors", None) is not None
-        kind = ev.DECLARED if in_memory else ev.POSSIBLE
+        kind = ev.DECLARED if in_memory and call else ev.POSSIBLE
         equal: bool | None = None
-        if files and known[1]:
-            kind, equal = ev.DECLARED, files == known[1] and not in_memory
-        self.changed(ev.ADDS_ADAPTER, kind, adapter=name, equal=equal, call=call)
+        if files and known[1] and not in_memory:
+            kind, equal = ev.DECLARED, files == known[1]
+        if call or not equal:
+            self.changed(by, kind, adapter=name, equal=equal, call=call)
 
     def changed(
         self,

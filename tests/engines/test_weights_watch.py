@@ -176,6 +176,40 @@ def test_an_adapter_that_a_request_loaded_is_compared_too(engine, tmp_path: Path
     assert [(1, "add_lora", DECLARED)] == engine.changes()
 
 
+def test_an_adapter_that_a_request_loads_in_place_is_compared_each_time(engine, tmp_path: Path):
+    """vLLM's server keeps the word for all later requests up to 0.32: most of them change nothing."""
+    (tmp_path / "adapter.safetensors").write_text("one")
+    first, again = adapter("sql", 1, str(tmp_path)), adapter("sql", 1, str(tmp_path), load_inplace=True)
+    for request in (first, again):
+        engine.watch.adapter_used(request)
+        engine.watch.adapter_runs(request)
+    (tmp_path / "adapter.safetensors").write_text("another")
+    engine.watch.adapter_runs(first)
+    assert [] == engine.changes()
+
+    for _ in range(2):
+        engine.watch.adapter_used(again)
+        engine.watch.adapter_runs(again)
+    assert [(1, "add_adapter", DECLARED)] == engine.changes()
+
+
+def test_a_removed_adapter_that_a_request_loads_again_is_compared(engine, tmp_path: Path):
+    (tmp_path / "adapter.safetensors").write_text("one")
+    engine.core.add_lora(adapter("sql", 1, str(tmp_path)))
+    engine.core.remove_lora(1)
+    (tmp_path / "adapter.safetensors").write_text("another")
+    for _ in range(2):
+        engine.watch.adapter_runs(adapter("sql", 1, str(tmp_path)))
+    assert [(1, "add_adapter", DECLARED)] == engine.changes()
+
+
+@pytest.mark.parametrize("how", [{}, {"lora_tensors": {}}])
+def test_what_a_request_loads_in_place_and_cannot_be_compared_may_have_changed(engine, how: dict[str, Any]):
+    engine.core.add_lora(adapter("sql", 1, "organisation/sql", **how))
+    engine.watch.adapter_runs(adapter("sql", 1, "organisation/sql", load_inplace=True, **how))
+    assert [(1, "add_adapter", POSSIBLE)] == engine.changes()
+
+
 def test_an_adapter_that_was_removed_and_added_again_may_have_changed(engine):
     engine.core.add_lora(adapter("sql", 1, "organisation/sql"))
     engine.core.remove_lora(1)
