@@ -172,9 +172,10 @@ def usage(
 def routing(
     paths: list[Path] = opt.BLOCK_PATHS,
     index: str = choice(
-        "--index own|tokens|uncounted|dynamo",
+        "--index own|tokens|uncounted|dynamo|dynamo-indexer",
         "The index that KV events are replayed through: our own, one that knows tokens and no salts or "
-        "adapters, one that drops a hash at its first removal, or Dynamo's RadixTree (the routing extra).",
+        "adapters, one that drops a hash at its first removal, or Dynamo's (the routing extra): of its "
+        "router, which counts blocks, or of its standalone indexer, which does not.",
     ),
     predictions: Path | None = option(
         "--predictions FILE",
@@ -647,15 +648,16 @@ def incident(
     return report.answer(found, verbose=verbose)._replace(code=CODES[found.verdicts[1]])
 
 
-@command(opt.RIGHT, "explain", "explain tokens/negative", "explain admission")
+@command(opt.RIGHT, "explain", "explain tokens/negative", "explain vllm:prefix_cache_hits")
 def explain(
     name: str = argument(
         "[NAME]",
-        "An invariant such as tokens/balance, a term such as life, or a fault. Without it: a list.",
+        "An invariant such as tokens/balance, a term such as life, a fault, or a figure of an engine such as "
+        "vllm:prefix_cache_hits. Without it: a list.",
         default="",
     ),
 ) -> None:
-    """Explain an invariant, a term or a known fault."""
+    """Explain a term, an invariant, a fault or a metric."""
     from .exporters.reports import faults as report
     from .exporters.terminal import rendered, show
 

@@ -1108,6 +1108,12 @@ STORED, REMOVED_BLOCKS, CLEARED = range(3)
 KV_HEAD = 6
 """Length of the header of each KV event in ``KVEventsReceived.rows``."""
 
+KV_DETAILS = 3
+"""Numbers of each store in ``KVEventsReceived.details``."""
+
+KEYED, LOOKAHEAD = 1, 2
+"""Flags of a store: hashes cover a salt, an adapter or an image; hashes cover tokens after the block."""
+
 
 class KVEventsReceived(Event, frozen=True, array_like=True, tag=90):
     """A subscriber received one batch of an engine's stream of KV events.
@@ -1119,7 +1125,12 @@ class KVEventsReceived(Event, frozen=True, array_like=True, tag=90):
     ``rows`` is flat. Each KV event starts with a header of six numbers: its code, its KV cache group (-1: not
     given), the index of its tier in ``tiers`` (-1: not given), the tokens of a block, the hash id of the
     parent block (0: none), and the number of hash ids that follow. The ids are those of an engine with the
-    same ``KVLEDGER_EVENTS_KEY``. Token ids, adapters and salts are not recorded.
+    same ``KVLEDGER_EVENTS_KEY``. Token ids, adapters and salts are not recorded. A tier is the medium, with
+    the locality and the owner if the block is not in the engine's own memory.
+
+    ``contents``: a keyed hash of the tokens of each stored block (0: not known). ``details``, if vLLM told
+    any: of each store the index of the group's kind in ``kinds`` (-1: not given), flags, and a keyed hash of
+    the session that caused it (0: none).
     """
 
     stream: int
@@ -1131,6 +1142,8 @@ class KVEventsReceived(Event, frozen=True, array_like=True, tag=90):
     replayed: bool = False
     unreadable: int = 0
     contents: list[int] = []
+    details: list[int] = []
+    kinds: list[str] = []
 
 
 EmittedEvent = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,13 @@ class DynamoIndex:
 
     The tree names a block twice: by its position in a sequence, and by its tokens alone. ``contents`` has a
     keyed hash of the tokens by hash id; without it, a hash id serves as both.
+
+    ``counts``: a removal reaches the tree only when the engine has removed as many blocks with the hash as it
+    stored, as in the publisher of Dynamo's workers (``EventDedupFilter``), from which its router has its KV
+    events. The standalone indexer reads the engine's events itself, and drops a hash at its first removal.
     """
 
-    def __init__(self, contents: Mapping[int, int] | None = None) -> None:
+    def __init__(self, contents: Mapping[int, int] | None = None, *, counts: bool = True) -> None:
         try:
             from dynamo._core import RadixTree
         except ImportError:
@@ -31,6 +36,9 @@ class DynamoIndex:
         self._events = 0
         """How many events the tree got; it is the id of the next one."""
         self._contents = contents or {}
+        self._counts = counts
+        self._stored: dict[int, Counter[int]] = {}
+        """By engine: how many blocks with each hash id it holds."""
         self.refused = 0
         """Stores that the tree did not take, because it does not know their parent block."""
 
@@ -45,6 +53,7 @@ class DynamoIndex:
 
     def _apply(self, engine: int, kind: int, parent: int, ids: list[int]) -> None:
         data: Any = "cleared"
+        ids = self._counted(self._stored.setdefault(engine, Counter()), kind, ids) if self._counts else ids
         if kind == ev.STORED:
             blocks = [
                 {"block_hash": number & UNSIGNED, "tokens_hash": self._tokens(number)} for number in ids
@@ -58,8 +67,22 @@ class DynamoIndex:
         self._events += 1
         try:
             self._tree.apply_event(engine, json.dumps(event).encode())
-        except RuntimeError:
-            self.refused += 1
+        except RuntimeError:  # a removal of what the tree does not hold is refused, too: it lacks nothing
+            self.refused += kind == ev.STORED
+
+    @staticmethod
+    def _counted(stored: Counter[int], kind: int, ids: list[int]) -> list[int]:
+        """The hash ids that reach the tree: stores, and removals of the last block or of unknown ones."""
+        if kind == ev.CLEARED:
+            stored.clear()
+        elif kind == ev.STORED:
+            stored.update(ids)
+        else:
+            stored.subtract(ids)
+            ids = [hash_id for hash_id in ids if stored[hash_id] <= 0]
+            for hash_id in ids:
+                del stored[hash_id]
+        return ids
 
     def _tokens(self, hash_id: int) -> int:
         return self._contents.get(hash_id, hash_id) & UNSIGNED

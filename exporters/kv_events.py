@@ -14,7 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from math import inf
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -27,6 +29,7 @@ from ..audit.errors import LedgerError
 from ..audit.hash_key import VARIABLE, HashKey, from_environment
 from ..audit.journal.catalogue import KV_EVENTS
 from ..audit.journal.recorder import Recorder, microseconds_since
+from ..audit.ledger.kv_events import GPU
 from ..audit.text import printable
 
 POLL_MS = 200
@@ -65,7 +68,9 @@ FIELDS = {
 }
 """The fields of a KV event up to vLLM 0.23, which are an array there. Later releases send a map."""
 
-MOST_TIER_CHARACTERS = 32
+MOST_NAME_CHARACTERS = 64
+NOT_GIVEN = (-1, 0, 0)
+"""What :func:`_details` makes of a store that says nothing else."""
 
 MOST_CONTENTS = 1 << 18
 """Blocks whose tokens' hash is kept, for the blocks that follow them."""
@@ -131,7 +136,9 @@ def decoded(
     """One batch as an event of the journal. What can't be read is counted and left out."""
     rows: list[int] = []
     found: list[int] = []
+    details: list[int] = []
     tiers: list[str] = []
+    kinds: list[str] = []
     unreadable, seconds, rank = 0, 0.0, -1
     try:
         batch = decode(message.payload)
@@ -144,13 +151,30 @@ def decoded(
     for event in published:
         try:
             row = _row(event, tiers, key)
-            if contents is not None and row[0] == ev.STORED:
-                found += contents.of(_fields(event, ev.STORED), row[4], row[ev.KV_HEAD :])
+            fields = _fields(event, row[0])
+            if row[0] == ev.STORED:
+                of_store = _details(fields, kinds, key)
+                if contents is not None:
+                    found += contents.of(fields, row[4], row[ev.KV_HEAD :])
+                details += of_store
             rows += row
         except UNREADABLE:
             unreadable += 1
+    if not any(map(ne, details, cycle(NOT_GIVEN))):
+        details = []
     return ev.KVEventsReceived(
-        at, stream, message.sequence, seconds, rank, tiers, rows, message.replayed, unreadable, found
+        at,
+        stream,
+        message.sequence,
+        seconds,
+        rank,
+        tiers,
+        rows,
+        message.replayed,
+        unreadable,
+        found,
+        details,
+        kinds,
     )
 
 
@@ -192,15 +216,37 @@ def _row(event: Any, tiers: list[str], key: HashKey) -> list[int]:
         return [code, -1, -1, 0, 0, 0]
     group, medium, parent = fields.get("group_idx"), fields.get("medium"), fields.get("parent_block_hash")
     number = -1 if group is None else _int64(group)
-    tier = -1
-    if medium is not None:
-        name = printable(str(medium))[:MOST_TIER_CHARACTERS]
-        if name not in tiers:
-            tiers.append(name)
-        tier = tiers.index(name)
+    elsewhere = [fields.get("locality"), fields.get("ownership")]
+    if medium == GPU and elsewhere == ["LOCAL", None]:
+        elsewhere = []
+    tier = _place(tiers, " ".join(str(each) for each in (medium, *elsewhere) if each is not None))
     ids = [key.of_published(each, number) for each in _list(fields["block_hashes"])]
     above = 0 if parent is None else key.of_published(parent, number)
     return [code, number, tier, _int64(fields.get("block_size") or 0), above, len(ids), *ids]
+
+
+def _details(fields: Mapping[str, Any], kinds: list[str], key: HashKey) -> list[int]:
+    """What else a store says: the kind of its group, flags, and the session that caused it."""
+    window = fields.get("kv_cache_spec_sliding_window")
+    words = [each for each in (fields.get("kv_cache_spec_kind"), window) if each is not None]
+    adapter = fields.get("lora_id") is not None or fields.get("lora_name") is not None
+    keyed = adapter or any(_list(fields.get("extra_keys") or []))
+    session = fields.get("session_id")
+    return [
+        _place(kinds, " ".join(map(str, words))),
+        keyed * ev.KEYED + (fields.get("lookahead_token_ids") is not None) * ev.LOOKAHEAD,
+        0 if session is None else key.of_tokens(0, list(str(session).encode())),
+    ]
+
+
+def _place(names: list[str], name: str) -> int:
+    """The place of a name in a list, to which it is added; -1 of an empty one."""
+    if not name:
+        return -1
+    name = printable(name)[:MOST_NAME_CHARACTERS]
+    if name not in names:
+        names.append(name)
+    return names.index(name)
 
 
 def _fields(event: Any, code: int) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from .. import events as ev
-from ..ledger.kv_events import CLEARED, GPU, STORED, kv_events
+from ..ledger.kv_events import CLEARED, GPU, STORED, batch_rows, kv_events
 
 
 class Index(Protocol):
@@ -77,16 +77,10 @@ def _leading(held: Mapping[int, Container[int]], wanted: Sequence[int]) -> dict[
 
 def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
     """By hash id, the keyed hash of the tokens up to the end of the block, as far as it was recorded."""
-    found: dict[int, int] = {}
-    for batch in batches:
-        rows, place, known = batch.rows, 0, iter(batch.contents)
-        while place < len(rows):
-            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
-            place += ev.KV_HEAD + count
-            if kind == STORED:
-                found |= {
-                    hash_id: content
-                    for hash_id, content in zip(rows[place - count : place], known, strict=False)
-                    if content
-                }
-    return found
+    return {
+        hash_id: content
+        for batch in batches
+        for row in batch_rows(batch)
+        for hash_id, content in zip(row.ids, row.contents, strict=False)
+        if content
+    }

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..causes import BOUNDARY, GROUPS, STATE, WINDOW
 from ..ledger.kv_events import STORED, Change
 from .group_boundaries import Group, common_boundary, lacking
+from .index_state import IndexState
 from .routed_cache import RecentCounts, RoutedCache
 
 NEVER_STORED = "never-stored"
@@ -372,6 +373,8 @@ class Routing(NamedTuple):
     """Requests that were not admitted, or whose arrival is not in a journal."""
     gaps: int
     """Gaps in the recorded KV events."""
+    indexes: list[IndexState] = []
+    """What the index of each engine is worth, in the order of ``engines``."""
 
     def causes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Requests and tokens by side (``missed``, ``surplus``) and cause."""

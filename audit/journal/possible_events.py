@@ -210,13 +210,16 @@ _kv_rows = _row_layout(header=ev.KV_HEAD, per_item=1)
 
 
 def _kv_events(event: ev.KVEventsReceived) -> str:
-    rows, place = event.rows, 0
+    rows, place, stores = event.rows, 0, 0
     if phrase := _kv_rows("rows", rows):
         return phrase
     while place < len(rows):
         if not -1 <= rows[place + 2] < len(event.tiers):
             return f"a KV event names tier {rows[place + 2]} of {len(event.tiers)}"
+        stores += rows[place] == ev.STORED
         place += ev.KV_HEAD + rows[place + ev.KV_HEAD - 1]
+    if event.details and len(event.details) != stores * ev.KV_DETAILS:
+        return f"details do not hold {ev.KV_DETAILS} numbers for each of {stores} stores"
     return _within(event, 0, "stream", "sequence", "unreadable")
 
 

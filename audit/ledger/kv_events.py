@@ -174,11 +174,8 @@ class KVEventCounts(Sums):
     def announce(self, batch: ev.KVEventsReceived) -> None:
         """Count one batch, and what it says."""
         self.batches += 1
-        rows, place = batch.rows, 0
-        while place < len(rows):
-            kind, count = rows[place], rows[place + ev.KV_HEAD - 1]
-            place += ev.KV_HEAD + count
-            add_tokens(self.announced, KINDS[kind], 1 if kind == ev.CLEARED else count)
+        for row in batch_rows(batch):
+            add_tokens(self.announced, KINDS[row.kind], 1 if row.kind == ev.CLEARED else len(row.ids))
 
 
 # --- kv stream -----------------------------------------------------------------------------------------
@@ -207,32 +204,63 @@ class KVEvent(NamedTuple):
     """Unix time at which the batch before was published."""
 
 
+class BatchRow(NamedTuple):
+    """One KV event of a batch, see :class:`~kvledger.audit.events.KVEventsReceived`."""
+
+    kind: int
+    group: int
+    tier: str
+    block_tokens: int
+    parent: int
+    ids: list[int]
+    contents: list[int]
+    details: list[int]
+
+    @property
+    def flags(self) -> int:
+        """``KEYED`` and ``LOOKAHEAD``, as far as they are known."""
+        return self.details[1] if self.details else 0
+
+
+def batch_rows(batch: ev.KVEventsReceived) -> Iterator[BatchRow]:
+    """The KV events of a batch."""
+    rows, place, known, details = batch.rows, 0, iter(batch.contents), iter(batch.details)
+    while place < len(rows):
+        kind, group, tier, tokens, parent, count = rows[place : place + ev.KV_HEAD]
+        place += ev.KV_HEAD + count
+        yield BatchRow(
+            kind,
+            group,
+            batch.tiers[tier] if tier >= 0 else "",
+            tokens,
+            parent,
+            rows[place - count : place],
+            list(islice(known, count)) if kind == STORED else [],
+            list(islice(details, ev.KV_DETAILS)) if kind == STORED else [],
+        )
+
+
 def kv_events(batch: ev.KVEventsReceived, since: float = 0.0) -> Iterator[tuple[KVEvent, str]]:
     """Every store, removal and clearing of a batch, with its tier ("": not given).
 
     ``since``: Unix time at which the batch before was published.
     """
-    rows, place = batch.rows, 0
-    while place < len(rows):
-        kind, _, tier, _, _, count = rows[place : place + ev.KV_HEAD]
-        place += ev.KV_HEAD + count
-        name = batch.tiers[tier] if tier >= 0 else ""
-        for hash_id in rows[place - count : place] if kind != CLEARED else (0,):
-            yield KVEvent(kind, hash_id, batch.published_seconds, batch.sequence, since), name
+    for row in batch_rows(batch):
+        for hash_id in row.ids if row.kind != CLEARED else (0,):
+            yield KVEvent(row.kind, hash_id, batch.published_seconds, batch.sequence, since), row.tier
 
 
 def of_group(batch: ev.KVEventsReceived, group: int) -> ev.KVEventsReceived:
     """A batch without the stores and removals of other KV cache groups; those without a group stay."""
-    rows, contents, place, known = list[int](), list[int](), 0, iter(batch.contents)
-    while place < len(batch.rows):
-        kind, of, *_, count = batch.rows[place : place + ev.KV_HEAD]
-        row = batch.rows[place : place + ev.KV_HEAD + count]
-        place += len(row)
-        named = list(islice(known, count)) if kind == STORED else []
-        if kind == CLEARED or of in (-1, group):
-            rows += row
-            contents += named
-    return replace(batch, rows=rows, contents=contents)
+    rows, contents, details = list[int](), list[int](), list[int]()
+    place = 0
+    for row in batch_rows(batch):
+        start, place = place, place + ev.KV_HEAD + len(row.ids)
+        if row.kind == CLEARED or row.group in (-1, group):
+            rows += batch.rows[start:place]
+            contents += row.contents
+            details += row.details
+    return replace(batch, rows=rows, contents=contents, details=details)
 
 
 def aligned(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..analysis.index_state import IndexState
 from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
 from ..analysis.router_index import Index, contents_of
 from ..analysis.routing import Contents, EngineSide, RoutedRequest, Routing, Row, Sides, before_of, row_of
@@ -133,6 +134,8 @@ class RecordedEvents(msgspec.Struct, dict=True, eq=False):
     def __post_init__(self) -> None:
         self.enabled = False
         """Whether anybody reads recordings: the caller sets it."""
+        self.state: IndexState | None = None
+        """What an index that is kept from these KV events is worth; None: the caller does not want it."""
         self.on_batch: Callable[[float, KVEventsReceived], None] | None = None
         """Called with each batch of this engine, of the KV cache group that is followed alone, and the Unix
         time at which it was received."""
@@ -305,6 +308,8 @@ class RecordedEvents(msgspec.Struct, dict=True, eq=False):
     def _index(self, batch: KVEventsReceived, received: float) -> None:
         self.heard = min(self.heard, received)
         followed = of_group(batch, self.cache.followed) if self.cache.others else batch
+        if self.state is not None:
+            self.state.take(batch, self.announced.now, self.cache.followed, self.cache.block_tokens)
         if self.on_batch is not None:
             self.on_batch(received, followed)
         _add(self.announced, batch, received)
@@ -571,6 +576,7 @@ def _routing(
             rows.extend(one.events.route(together, one.until, others, one.counts, promised))
 
     for number, events in enumerate(together):
+        events.state = IndexState()
         if batches is not None:
             events.on_batch = lambda at, batch, number=number: batches.append((at, number, batch))
     read_together(engines, each)
@@ -578,7 +584,16 @@ def _routing(
     rows.sort(key=lambda row: (row.request.arrived, row.request.engine, row.request.step))
     arrived = sum(events.cache.arrived for events in together)
     gaps = sum(engine.counts.gaps + bool(engine.events.comparison.begins) for engine in engines)
-    return Routing(names, rows, arrived - len(rows), gaps)
+    return Routing(names, rows, arrived - len(rows), gaps, list(map(_index_state, engines)))
+
+
+def _index_state(engine: EventJournal) -> IndexState:
+    """What the engine's index is worth, with what only the comparison with its cache tells."""
+    state, compared = engine.events.state or IndexState(), engine.events.comparison
+    state.lost = compared.gaps[-1].after if compared.gaps else compared.begins
+    if engine.counts.repeated:
+        state.lacks = {"reported-twice": engine.counts.repeated, **state.lacks}
+    return state
 
 
 def _checked(engine: EventJournal) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ...audit.analysis.index_state import LACKS
 from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
 from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
 from ...audit.errors import LedgerError
 from ...audit.foreign import Unreadable, lines_of, parsed
 from ...audit.replay.recorded_events import routing
+from ...audit.text import utc
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Sum, Table, Words, counted
 
 SHOWN = 20
@@ -48,10 +51,10 @@ def measured(journals: Sequence[Path], index: str, predicted: Path | None = None
         return routing(journals, _by_tokens)
     if index == "uncounted":
         return routing(journals, UncountedIndex)
-    if index == "dynamo":
+    if index.startswith("dynamo"):
         from ..dynamo_index import DynamoIndex
 
-        return routing(journals, DynamoIndex)
+        return routing(journals, partial(DynamoIndex, counts=index == "dynamo"))
     return routing(journals)
 
 
@@ -92,10 +95,25 @@ def answer(result: Routing, *, verbose: bool = False) -> Answer:
             Table(causes, " | requests | tokens | cause"),
             Table(list(map(_shown, shown)), "request | engine | prompt | predicted | there | found | causes"),
             Lines([left] if len(differ) > len(shown) else []),
+            Lines(list(_indexes(result)), "What an index of these KV events is worth"),
         ],
         Records(COLUMNS, map(_record, result.rows)),
         lambda: data(result),
     )
+
+
+def _indexes(result: Routing) -> Iterator[str]:
+    for engine, state in zip(result.engines, result.indexes, strict=False):
+        since = state.exact_since
+        if since is not None:
+            began = "last reset" if state.lost else "first KV event"
+            yield f"{engine}: exact since its {began}, {utc(since)}"
+        elif state.first:
+            why = "the batches before that were lost"
+            yield f"{engine}: not exact since {utc(state.lost)}: {why}. The next reset of its cache mends it."
+        else:
+            yield f"{engine}: no KV events"
+        yield from (f"- {blocks:,} {LACKS[what]}" for what, blocks in state.lacks.items())
 
 
 def _sum(result: Routing, name: str) -> int:
@@ -122,6 +140,10 @@ def data(result: Routing) -> dict[str, Any]:
         "requests": len(result.rows),
         "left_out": result.left_out,
         "gaps": result.gaps,
+        "indexes": [
+            {"engine": engine, "exact_since": state.exact_since, "lacks": state.lacks}
+            for engine, state in zip(result.engines, result.indexes, strict=False)
+        ],
         "predicted": _sum(result, "predicted"),
         "found": _sum(result, "found"),
         "causes": [

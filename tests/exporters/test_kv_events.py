@@ -11,7 +11,15 @@ import msgspec
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import CLEARED, REMOVED_BLOCKS, STORED, EngineStarted, KVEventsReceived
+from kvledger.audit.events import (
+    CLEARED,
+    KEYED,
+    LOOKAHEAD,
+    REMOVED_BLOCKS,
+    STORED,
+    EngineStarted,
+    KVEventsReceived,
+)
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.catalogue import find_journals
 from kvledger.audit.journal.folder import read
@@ -132,6 +140,35 @@ def test_a_store_is_read_in_the_format_of_each_release(event: Any, group: int, t
     )
     written = msgspec.msgpack.encode(batch)
     assert b"secret" not in written and msgspec.msgpack.encode(31337) not in written
+
+
+SINCE_0_24 = {
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 128,
+    "locality": "REMOTE",
+    "ownership": "disk-0",
+    "session_id": "of-a-client",
+    "lookahead_token_ids": [[31337], [31337]],
+}
+
+
+def test_what_later_releases_tell_of_a_store_is_kept_without_what_clients_sent():
+    event = {"type": "BlockStored", **STORED_FIELDS, **LATER, **SINCE_0_24}
+    batch = decoded(Received(7, msgspec.msgpack.encode([5.0, [event], 2]), False), 3, 0, KEY)
+
+    session = KEY.of_tokens(0, list(b"of-a-client"))
+    assert ["sliding_window 128"] == batch.kinds
+    assert [0, KEYED | LOOKAHEAD, session] == batch.details
+    assert ["GPU REMOTE disk-0"] == batch.tiers
+    written = msgspec.msgpack.encode(batch)
+    assert b"of-a-client" not in written and msgspec.msgpack.encode(31337) not in written
+
+
+def test_a_block_in_the_engine_s_own_memory_is_in_its_own_tier():
+    event = {"type": "BlockStored", **STORED_FIELDS, "medium": "GPU", "locality": "LOCAL"}
+    batch = decoded(Received(7, msgspec.msgpack.encode([5.0, [event], 2]), False), 3, 0, KEY)
+
+    assert (["GPU"], []) == (batch.tiers, batch.details)
 
 
 def test_removals_and_clearings_are_read():

@@ -68,6 +68,21 @@ def test_recordings_without_the_tokens_of_blocks_have_no_index_of_tokens(
     assert "--index tokens needs KV events" in capsys.readouterr().err
 
 
+def test_it_is_said_since_when_an_index_is_exact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == exit_code("check", "routing", folder)
+    assert 2 == capsys.readouterr().out.count(": exact since its first KV event, ")
+
+
+def test_an_index_is_not_exact_after_a_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Fleet(tmp_path, 1, lose=True)
+    fleet.serve(60)
+    fleet.stop()
+
+    assert 0 == exit_code("check", "routing", tmp_path, "--format", "json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["gaps"] and None in [each["exact_since"] for each in found["indexes"]]
+
+
 def test_an_index_that_does_not_count_promises_no_more_than_one_that_does(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
