@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from kvledger.audit import glossary
-from kvledger.audit.checks import figures_page, registry
+from kvledger.audit.checks import engine_metrics, figures_page, registry
 from kvledger.audit.checks.registry import KINDS, Kind
 from kvledger.audit.faults import release_rules
 from kvledger.audit.figures.declared import FIGURES
@@ -27,6 +27,7 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "audit/figures/totals.pyi", totals()
     yield "docs/reference/invariants.md", registry.markdown()
     yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
+    yield "docs/engine-metrics.md", engine_metrics.markdown()
     yield "docs/usage.md", usage_logs.replaced((ROOT / "docs/usage.md").read_text())
     yield "docs/differences.md", release_rules.replaced((ROOT / "docs/differences.md").read_text())
     yield "docs/reference/glossary.md", glossary.markdown()

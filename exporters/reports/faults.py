@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...audit import glossary
-from ...audit.checks import registry
+from ...audit.checks import engine_metrics, registry
 from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import HARMS, Fault, Kind, catalogue, shown_by
 from ...audit.faults.listing import KnownFault, KnownOfRelease, of_all, of_release
@@ -152,7 +152,7 @@ def _wrapped(text: str) -> str:
 
 
 def explanation(name: str) -> str:
-    """An invariant by its id, else a term by its name, else a known fault by its id.
+    """An invariant by its id, else a term by its name, else a known fault by its id, else an engine's figure.
 
     Raises :class:`LedgerError` for none of them.
     """
@@ -164,12 +164,16 @@ def explanation(name: str) -> str:
     fault = catalogue().get(name)
     if fault is not None:
         return explained(fault)
-    raise LedgerError(f"no invariant, term or fault is called {name!r}{_suggestion(name)}")
+    figure = engine_metrics.named(name)
+    if figure is not None:
+        return engine_metrics.explain(figure)
+    raise LedgerError(f"no invariant, term, fault or figure is called {name!r}{_suggestion(name)}")
 
 
 def _suggestion(name: str) -> str:
     """The closest names; an alias suggests its term."""
-    names = [*registry.catalogue(), *glossary.spellings(), *catalogue()]
+    figures = [each for row in engine_metrics.engine_metrics().figures for each in row.names]
+    names = [*registry.catalogue(), *glossary.spellings(), *catalogue(), *figures]
     close = get_close_matches(name.casefold(), names, n=5, cutoff=0.6)
     names = [row.name if (row := glossary.term(each)) else each for each in close]
     unique = list(dict.fromkeys(names))[:3]

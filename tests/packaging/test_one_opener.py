@@ -19,6 +19,7 @@ OTHERS = {
     "audit/entry/export_checks.py": "a file that the user names",
     "audit/demo/sglang/run.py": "a folder of its own for one command",
     "audit/foreign.py": "a file of others that the user names",
+    "audit/checks/engine_metrics.py": "data of this package",
     "audit/faults/catalogue.py": "data of this package",
     "audit/repro/bisect.py": "the output of its own process",
     "audit/traffic/processes.py": "the threads of its own process",
