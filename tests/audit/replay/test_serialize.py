@@ -65,7 +65,16 @@ NOT_CARRIED: dict[type, set[str]] = {
     BlockLedger: {"findings", "invalid_hits", "removed_kept", "weights", "requests"},
     Contents: {"_last"},
     KVComparison: {"cache"},
-    RecordedEvents: {"enabled", "on_batch", "_contents", "_neighbours", "_path", "_readers", "_searched"},
+    RecordedEvents: {
+        "enabled",
+        "on_batch",
+        "state",
+        "_contents",
+        "_neighbours",
+        "_path",
+        "_readers",
+        "_searched",
+    },
     RecentCounts: {"_changes", "_dropped", "_order"},
 }
 """Attributes that a checkpoint need not carry: of a struct, those that are no fields."""
