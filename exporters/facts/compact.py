@@ -50,7 +50,7 @@ from .kept import (
     with_digests,
 )
 from .parquet import RowWriter
-from .replayed import RowCollector, Wanted
+from .replayed import RowCollector, Wanted, rebased
 from .retention import Retention, next_number, remove_old, summed_rows, tidy
 from .schema import Column, Row, Rows
 
@@ -96,11 +96,12 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
             if not alone:
                 return Compacted(journal=str(path), problem=AT_WORK)
             (session, missed), there = usable(journal), load(place(path))
-            if missed:
+            if missed and session is None:
                 return Compacted(journal=str(path), problem=missed)
             for kept in filter(None, (there,)):
                 settle(folder, kept)
-            if session is not None and (session.ended or is_session(journal)):  # nothing can come any more
+            over = session is not None and (session.ended or is_session(journal))
+            if session is not None and over and not missed:  # nothing can come any more
                 removed, before = remove_old(session, keep), every_file(session)
                 session.files = with_digests(folder, session.files)
                 session.tail = with_digests(folder, session.tail)
@@ -108,7 +109,7 @@ def compact(journal: Path, keep: Retention | None = None) -> Compacted:
                     save(path, session)
                 tidy(folder, path.name, session)
                 return _compacted(path, session)
-            return _Compaction(path, session, there, keep).done()
+            return _Compaction(path, session, there, keep, missed).done()
     except LedgerError as error:
         return Compacted(journal=str(path), problem=str(error))
     except OSError as error:
@@ -254,11 +255,18 @@ class _Compaction:
     """Replays a journal, or what came since it was last compacted, and keeps the rows."""
 
     def __init__(
-        self, journal: Path, session: Session | None, there: Session | None, keep: Retention | None
+        self,
+        journal: Path,
+        session: Session | None,
+        there: Session | None,
+        keep: Retention | None,
+        missed: str,
     ) -> None:
         self._journal = journal
         self._session = session
         """Where the compaction before ended; None: the journal is read from its beginning."""
+        self._missed = missed
+        """Why that compaction was not of this version's layout; "": it was."""
         self._keep = keep
         """What is removed; None: nothing."""
         self._began = there is None
@@ -268,15 +276,17 @@ class _Compaction:
 
     def done(self) -> Compacted:
         """Read, save, and say what was done."""
-        before = self._session
-        audit = self._audit()
-        start = None if before is None else before.position
-        steps = audit.of(Steps)
-        steps.times.by_minute = True
         sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}")
         tail_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.tail")
         sums_sink = HourlyFiles(self._folder, f"{self._journal.name}.{self._number}.sums")
         try:
+            if self._session is not None and self._missed:
+                self._session = rebased(self._journal, self._session, self._missed, sink.add)
+            before = self._session
+            audit = self._audit()
+            start = None if before is None else before.position
+            steps = audit.of(Steps)
+            steps.times.by_minute = True
             state = None if before is None else before.blocks()
             collector = RowCollector(audit, WANTED, sink.add, minutes=True, blocks=state)
             activity = collector.activity

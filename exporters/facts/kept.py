@@ -331,7 +331,7 @@ def find(path: Path) -> Session | None:
     session, missed = usable(path)
     if missed and is_session(path):
         raise Missed(missed)
-    return session
+    return None if missed else session
 
 
 Chosen = Callable[[Session], Iterable[KeptFile]]
@@ -357,7 +357,8 @@ def usable(path: Path, read: Chosen = every_file) -> tuple[Session | None, str]:
     """The session of :func:`find`, and a sentence if there is one that can't be used and is missed.
 
     It is missed if what it stands for can't be read from the journal again. Every file must have its size,
-    and those that are ``read`` their digest.
+    and those that are ``read`` their digest. The rows of a session that does not continue count, and its
+    audit is to be :func:`~.replayed.rebased`.
     """
     session = path if is_session(path) else place(path)
     if not is_session(path) and not path.is_dir():
@@ -365,18 +366,22 @@ def usable(path: Path, read: Chosen = every_file) -> tuple[Session | None, str]:
     found, why = _loaded(session)
     if found is not None and not is_session(path):
         beginning = checkpoint.beginning(path, found.position.segment)
-        if not found.continues:
-            why = "is of another version of kvledger"
-        elif beginning not in (found.beginning, b""):
+        if beginning not in (found.beginning, b""):
             why = "is of another journal of this name"
     if found is not None and not why:
         folder = session.parent
         lost = _changed(folder, every_file(found), digests=False) or _changed(folder, read(found))
         why = f"needs {lost}, which is gone or was changed" if lost else ""
-    if not why:
+    older = found is not None and not found.continues and not is_session(path) and segments(path)
+    if not why and not older:
         return found, ""
     if not is_session(path) and 1 in segments(path):
         return None, ""
+    if not why:
+        return found, (
+            f"{session} is of another version of kvledger: its rows count, but verdicts and block traces "
+            "begin with the first segment that is left. kvledger journals compact goes on with it."
+        )
     return None, (
         f"{session} {why}, and with it the only record of requests: figures lack them. "
         "Put it back, or remove it to go on without them."

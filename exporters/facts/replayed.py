@@ -6,7 +6,8 @@ The result is data, so that other processes and other machines can make it.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,14 @@ from ...audit.checks.registry import Violation
 from ...audit.errors import JournalError, Missed
 from ...audit.events import Event
 from ...audit.journal.host_folders import journal_name
-from ...audit.journal.reader import Position
+from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.ledger.account import Account
+from ...audit.replay import serialize
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journal_parts import skip_to_window
 from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts, Steps, taken
-from ...audit.replay.windows import Window
+from ...audit.replay.windows import EVERYTHING, Window
 from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState
 from .engine import EngineFacts, engine_facts
@@ -37,6 +39,7 @@ from .kept import (
     is_session,
     is_summed,
     journal_of,
+    layout,
     readable,
     usable,
     whole_minutes,
@@ -45,7 +48,7 @@ from .parquet import RowWriter
 from .rows import cause_rows, chunk_rows, difference_rows, finding_rows, head, request_row
 from .schema import TABLES, Row
 from .tables import Files, KeptRows
-from .window import begin_window
+from .window import begin_window, take_sums
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -188,6 +191,8 @@ def replayed(path: Path, windows: Sequence[Window], wanted: Wanted) -> list[Repl
     session, missed = usable(path, files_of(windows))
     if missed and is_session(path):
         raise Missed(missed)
+    if session is not None and missed:
+        session = rebased(path, session, missed)
     if session is not None and (is_session(path) or all(map(whole_minutes, windows))):
         found = _left if is_session(path) else _since  # engine time is kept by the minute
         return [found(path, session, session.within(window), wanted) for window in windows]
@@ -199,6 +204,53 @@ def replayed(path: Path, windows: Sequence[Window], wanted: Wanted) -> list[Repl
         for one in audits:
             one.journal.missed.append(missed)
     return _read(audit, audits, wanted, start, None)
+
+
+class _UpTo:
+    """Reads a journal up to a position."""
+
+    ended = stopped = continues = False
+
+    def __init__(self, reader: Reader, position: Position) -> None:
+        self._reader = reader
+        self._end = (position.segment, position.offset)
+
+    def poll(self) -> Iterator[Batch]:
+        """The batches before the position."""
+        return takewhile(
+            lambda batch: (batch.start.segment, batch.start.offset) < self._end, self._reader.poll()
+        )
+
+
+TRACE = ("admissions", "block_operations")
+"""Tables whose rows name lives and blocks by numbers of the audit that made them."""
+
+
+def rebased(path: Path, session: Session, missed: str, sink: Sink | None = None) -> Session:
+    """A session of another version, so that the replay of its journal goes on where it ends.
+
+    The open requests and blocks are those of an audit of the segments that are left. The sums are those of
+    kept rows, so every request counts once. ``sink`` gets the rows of the block trace, which begins again.
+    ``missed``: why the verdict is not clean from now on.
+    """
+
+    def put(table: str, rows: Sequence[Row]) -> None:
+        if sink is not None and table in TRACE:
+            sink(table, rows)
+
+    audit = EngineAudit(path, OBSERVERS)
+    collector = RowCollector(audit, Wanted(audit=True, activity=True, blocks=True), put)
+    with Reader(path) as reader:
+        for batch, _ in audit.batches(_UpTo(reader, session.position)):  # type: ignore[arg-type]
+            collector.add(batch.events, taken(audit))
+    files = [file for file in session.files if file.table not in TRACE]
+    found = msgspec.structs.replace(session, files=files, tail=[], ended=False, layout=layout())
+    take_sums(audit, _kept_rows(path, audit.name, found, EVERYTHING, with_tail=False))
+    audit.journal.missed.append(missed)
+    assert collector.blocks is not None
+    found.block_state = msgspec.Raw(msgspec.msgpack.encode(collector.blocks.state))
+    found.state = msgspec.Raw(serialize.capture(audit))
+    return found
 
 
 def _read(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ...audit.analysis.costs import CostTally
 from ...audit.analysis.source_differences import Differences, Figures, Reconciliation, add_difference
@@ -10,7 +11,7 @@ from ...audit.causes import BEGAN_BEFORE, UNKNOWN
 from ...audit.figures.totals import Totals
 from ...audit.replay.engine_audit import EngineAudit, WindowDoubts
 from ...audit.replay.observers import Lost, Reconciled
-from ...audit.replay.windows import Window
+from ...audit.replay.windows import EVERYTHING, Window
 from .hours import HOUR_DIFFERENCES, HOURS
 from .kept import OPEN_HOUR, Session, hour_time
 from .sums import by_group, sums_by
@@ -37,13 +38,8 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
     placed = doubts.placed(findings, window, audit.began_seconds or 0.0)
     for kept_finding, (_, inside) in zip(sums.findings.kept.values(), placed, strict=True):
         kept_finding.in_window = inside
-    connection = connect()
-    try:
-        mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
-        found = Facts(connection)
-        everything = by_group(found, ())[()]
-        totals = sums.ledger.ended = everything.totals
-        sums.journal.requests, sums.journal.unknown = _requests(found), _unknown(found)
+    with _mounted(kept, window) as found:
+        _take_sums(audit, found, kept)
         sums.journal.window = WindowDoubts(
             losses=doubts.losses.within(window),
             failures=doubts.failures.within(window),
@@ -51,11 +47,31 @@ def begin_window(audit: EngineAudit, session: Session, window: Window, kept: Kep
             errors=doubts.errors_within(window),
             requests=_in_window(found, session, window, [one.request for one in findings if one.request]),
         )
-        sums.observed[Reconciled.__name__] = _reconciliation(found, totals)
-        sums.observed[Lost.__name__] = everything.tallies.get(kept.journal, CostTally())
-        audit.sums = sums
+
+
+def take_sums(audit: EngineAudit, kept: KeptRows) -> None:
+    """Give an audit the sums of all ``kept`` rows of requests that have ended, in the place of its own."""
+    with _mounted(kept, EVERYTHING) as found:
+        _take_sums(audit, found, kept)
+
+
+@contextmanager
+def _mounted(kept: KeptRows, window: Window) -> Iterator[Facts]:
+    connection = connect()
+    try:
+        mount(connection, {}, window, kept=[kept._replace(files=_ended(kept.files), rest=_ended(kept.rest))])
+        yield Facts(connection)
     finally:
         close(connection)
+
+
+def _take_sums(audit: EngineAudit, found: Facts, kept: KeptRows) -> None:
+    sums, everything = audit.sums, by_group(found, ())[()]
+    sums.ledger.ended = everything.totals
+    sums.journal.requests, sums.journal.unknown = _requests(found), _unknown(found)
+    sums.observed[Reconciled.__name__] = _reconciliation(found, everything.totals)
+    sums.observed[Lost.__name__] = everything.tallies.get(kept.journal, CostTally())
+    audit.sums = sums
 
 
 def _requests(facts: Facts) -> dict[tuple[str, str], int]:

@@ -90,9 +90,14 @@ def _exporter(signal: str, environ: Environ) -> Any:
     transport = protocol(signal, environ)
     try:
         package = f"opentelemetry.exporter.otlp.proto.{transport.partition('/')[0]}"
-        if signal == "traces":
-            return import_module(f"{package}.trace_exporter").OTLPSpanExporter()
-        return import_module(f"{package}.metric_exporter").OTLPMetricExporter()
+        module = import_module(f"{package}.{signal.removesuffix('s')}_exporter")
+        made = module.OTLPSpanExporter if signal == "traces" else module.OTLPMetricExporter
+        chosen = any(name.endswith("_CREDENTIAL_PROVIDER") for name in environ)  # a session of the user's
+        if transport == "grpc" or chosen:  # gRPC bounds an answer by itself
+            return made()
+        from .otlp_session import StatusOnly
+
+        return made(session=StatusOnly())
     except ImportError as error:
         raise LedgerError(
             f"OTLP over {transport} needs {error.name}; install it with: pip install {PACKAGES['otel']}."

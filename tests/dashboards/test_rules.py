@@ -16,6 +16,7 @@ from kvledger.dashboards import rules
 IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'
 HERE = {"job": "kvledger", "instance": "a:9464"}
 OF_ENGINE = HERE | {"engine": "e"}
+OF_THREAD = HERE | {"thread": "otlp"}
 OF_MODEL = {"job": "kvledger", "model_name": "m"}
 
 ALERTS = [rule for rule in rules.rules() if "alert" in rule]
@@ -122,6 +123,8 @@ OBSERVED = of("kvledger_engine_observed")
 LOSSES = 'kvledger_sidecar_losses_total{job="kvledger", instance="a:9464", reason="segment removed"}'
 UNREAD = 'kvledger_sidecar_unread_journals{job="kvledger", instance="a:9464"}'
 UNREADABLE = 'kvledger_sidecar_unreadable_journals{job="kvledger", instance="a:9464"}'
+BEAT = 'kvledger_sidecar_thread_heartbeat_timestamp_seconds{job="kvledger", instance="a:9464", thread="otlp"}'
+RESTARTS = 'kvledger_sidecar_thread_restarts_total{job="kvledger", instance="a:9464", thread="otlp"}'
 
 CASES = [
     Case("KvledgerCountsWrong", "seen just now", {LAST: "_x5 290+0x30"}, "6m", [FOUND]),
@@ -236,6 +239,10 @@ CASES = [
     Case("KvledgerFiguresStandStill", "one", {UNREAD: "0x3 1x20"}, "6m", [HERE]),
     Case("KvledgerFiguresStandStill", "none", {UNREAD: "0x20"}, "6m", []),
     Case("KvledgerFiguresStandStill", "for a moment", {UNREAD: "0x3 1 0x20"}, "6m", []),
+    Case("KvledgerSidecarThreadDead", "silent", {BEAT: "0x20"}, "5m", [OF_THREAD]),
+    Case("KvledgerSidecarThreadDead", "works", {BEAT: "0+60x20"}, "5m", []),
+    Case("KvledgerSidecarThreadDead", "fails again", {RESTARTS: "0+1x20"}, "10m", [OF_THREAD]),
+    Case("KvledgerSidecarThreadDead", "failed once", {RESTARTS: "0x3 1x20"}, "10m", []),
     Case("KvledgerCheckFailures", "none", {of("kvledger_check_failures_total"): "0x30"}, "7m", []),
     Case("KvledgerRework", "a third", work("0+50x40", "0+100x40"), "30m", [OF_ENGINE]),
     Case("KvledgerRework", "a tenth", work("0+10x40", "0+90x40"), "30m", []),

@@ -22,6 +22,7 @@ from kvledger.exporters.facts import kept
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
 from kvledger.exporters.facts.replayed import Wanted
+from kvledger.exporters.facts.sums import by_group
 
 
 def _session(journal: Path) -> Path:
@@ -79,7 +80,6 @@ SPOIL: dict[str, Callable[[Path], object]] = {
     "session is a folder": lambda journal: _folder(_session(journal)),
     "session is a link": lambda journal: _is_link(_session(journal)),
     "session is a fifo": lambda journal: (_session(journal).unlink(), os.mkfifo(_session(journal))),
-    "session of another layout": _of_another_layout,
     "rows gone": lambda journal: _rows(journal).unlink(),
     "rows cut": lambda journal: _cut(_rows(journal)),
     "rows are a link": lambda journal: _is_link(_rows(journal)),
@@ -131,6 +131,56 @@ def test_it_is_said_and_the_code_is_3(
     assert kept_files == {
         path: path.lstat().st_mtime_ns for path in kept.folder_of(journal).rglob("*.parquet")
     }
+
+
+def _counts(journal: Path) -> tuple[list[tuple[str, int, str | None]], int]:
+    """The rows of requests, and the prompt tokens of all by the sums."""
+    with facts([journal.parent]) as found:
+        rows = found.rows("select request_id, prompt_tokens, outcome from requests order by 1, 2, 3")
+        return rows, by_group(found, ())[()].figures["prompt_tokens"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_of_another_version_count_and_compact_goes_on(
+    ends: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each request once, in each figure, although its first segments are gone."""
+    run = runner(capsys)
+    engine = Engine(tmp_path / "journals", rotates=True)
+    for _ in range(8):  # no segment goes before it was compacted
+        engine.run(200)
+        assert "" == compact(engine.path).problem
+    assert 1 not in segments(engine.path)
+    if ends:
+        engine.stop()
+        assert "" == compact(engine.path).problem
+    expected = _counts(engine.path)
+    _of_another_layout(engine.path)
+    summary = run("summary", engine.path.parent, "--format", "json")
+
+    assert expected == _counts(engine.path)
+    assert 3 == summary.code
+    assert "is of another version of kvledger: its rows count" in summary.err
+
+    with facts([engine.path.parent], wanted=Wanted(audit=True)) as found:
+        (audit,) = found.audits
+        assert any("another version" in doubt for doubt in audit.doubts)
+        assert expected[1] == audit.totals().prompt_tokens
+
+    run("journals", "compact", engine.path.parent)
+    again = run("journals", "compact", engine.path.parent)
+    after = run("summary", engine.path.parent, "--format", "json")
+
+    assert (0, "") == (again.code, again.err)
+    assert (0, "", summary.out) == (after.code, after.err, after.out)
+    assert expected == _counts(engine.path)
+    if not ends:
+        engine.run(100)
+        control = _counts(engine.path)
+        assert len(expected[0]) < len(control[0])
+        assert "" == compact(engine.path).problem
+        assert control == _counts(engine.path)
+    assert 0 == run("whatif", engine.path.parent).code
 
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL)

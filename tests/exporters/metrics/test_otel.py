@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -289,6 +290,49 @@ def test_a_collector_that_never_answers_delays_nothing(
     began = time.monotonic()
     telemetry.close()
     assert time.monotonic() - began < 30, "closing is bounded"
+
+
+@pytest.fixture
+def endless() -> Iterator[tuple[str, list[int]]]:
+    """A collector that answers a request without end; the numbers of bytes that its answers got rid of."""
+    sent: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer(connection: socket.socket) -> None:
+            sent.append(0)
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 20)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n")
+                while True:
+                    sent[-1] += connection.send(b"x" * 65536)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", sent
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("signal", ["traces", "metrics"])
+def test_of_an_answer_without_end_nothing_is_read(
+    signal: str, endless: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector gets rid of what the machine's own buffers hold, and of no more."""
+    url, sent = endless
+    monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", url)
+    engine_audit = started()
+    telemetry = Telemetry(lambda: [engine_audit], threading.Lock())
+    telemetry.start()
+    telemetry.watch(engine_audit)
+    feed(engine_audit, events(200, "A0+0 s200 o+ F"))
+    began = time.monotonic()
+    telemetry.close()
+
+    assert time.monotonic() - began < 10
+    assert sent and max(sent) < 16 << 20
 
 
 def test_an_exception_in_a_span_does_not_stop_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
