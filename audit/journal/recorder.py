@@ -128,7 +128,7 @@ class Recorder:
         self._restarts_done = 0
         """How many of these restarts the writer's thread has carried out."""
         self._recreated = False
-        """Whether the journal's folder was removed and made again, which is logged once."""
+        """Whether files of the journal were moved or removed, which is logged once."""
         self._not_recreated = ""
         """Why it could last not be made again, which is logged once."""
         self._unwritten = 0
@@ -323,8 +323,8 @@ class Recorder:
         if not self._recreated:
             self._recreated = True
             logger.warning(
-                "kvledger: the journal %s was removed while the engine runs; what was in it is lost, and it "
-                "is made again with the next step",
+                "kvledger: files of the journal %s were moved, removed or cut while the engine runs: what "
+                "was in them may be lost. A new segment begins with the next step.",
                 self.folder,
             )
 

@@ -7,7 +7,7 @@ written is lost and counted. Rules of this file:
   :class:`~kvledger.audit.events.Gap` could not be written either.
 - A segment is written under another name with its first batch, and then renamed. So a reader that sees a
   segment finds EngineStarted and Snapshot in it, and nothing is appended to the segment before.
-- A folder that is removed under the writer is made again, and a new segment begins there.
+- If files are moved, removed or cut under the writer, a new segment begins, if need be in a new folder.
 - The old segment stays in use until the new one has its name: a failed rotation costs one batch.
 """
 
@@ -254,6 +254,8 @@ class JournalWriter:
         if self._current >= 0:
             _close(self._current)
             self._current = -1
+        # One that was given a higher number must not hide the next segment from readers.
+        self._number = max(self._number, *segments(self.folder), 0)
         self._closed = [closed for closed in self._closed if closed[0].exists()]
         self._closed_bytes = sum(size for _, size, _ in self._closed)
         self._retry_at = 0.0

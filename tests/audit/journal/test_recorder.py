@@ -348,7 +348,7 @@ def test_a_folder_that_was_removed_is_made_again_and_logged_once(
     assert [started(3), snapshot(3), repeated(4)] == events(recorder.folder)[-4:-1]
     assert 0 == recorder.failures
     (record,) = caplog.records
-    assert f"the journal {recorder.folder} was removed while the engine runs" in record.message
+    assert f"files of the journal {recorder.folder} were moved, removed or cut" in record.message
 
 
 def test_a_folder_that_cannot_be_made_again_is_made_later_with_one_warning(

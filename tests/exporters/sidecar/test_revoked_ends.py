@@ -14,7 +14,7 @@ from tests.exporters.sidecar.test_follower import Engine, ended, following, rose
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal import reader
-from kvledger.audit.journal.format import LOCK
+from kvledger.audit.journal.format import LOCK, segment_name
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.sidecar import follower as sidecar_follower
 from kvledger.exporters.sidecar.follower import Follower
@@ -56,6 +56,10 @@ def segment_renamed(folder: Path) -> None:
     current(folder).rename(folder / "aside")
 
 
+def segment_renumbered(folder: Path) -> None:
+    current(folder).rename(folder / segment_name(7))
+
+
 def all_removed(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
@@ -69,6 +73,7 @@ DISTURBANCES = [
     emptied,
     segment_removed,
     segment_renamed,
+    segment_renumbered,
     all_removed,
 ]
 
