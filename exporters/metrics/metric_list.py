@@ -552,6 +552,16 @@ GROUPS: tuple[Group, ...] = (
                 {"state": read.STATES},
             ),
             Metric(
+                "kvledger_engine_setting",
+                "",
+                "gauge",
+                "Settings of the engine that decide what its cache holds and how many requests run: "
+                f"{', '.join(f'`{name}`' for name in read.SETTINGS)}. `prefix_caching` is 1 if it is on. A "
+                "setting that the engine does not have has no series.",
+                (*ENGINE, "setting"),
+                read.engines(read.settings),
+            ),
+            Metric(
                 "kvledger_audited_tokens",
                 TOKENS,
                 "counter",

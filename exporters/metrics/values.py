@@ -45,6 +45,11 @@ PREEMPTIONS = (*causes.PREEMPTIONS, OTHER)
 OUTCOMES = (*causes.OUTCOMES, OTHER)
 CACHES = ("local", "external")
 STATES = ("live", "detached", "failed", "stopped", "dead")
+SETTINGS = (
+    *("blocks", "block_size", "max_running", "max_batched_tokens", "max_model_len"),
+    *("prefix_caching", "drafts", "loras"),
+)
+"""The settings that have a series, by their names in the engine's description."""
 ORDERLY = {"shutdown": "stopped", "exit": "stopped", "detached": "detached"}
 GAP_SIZES = ("known", "unknown")
 
@@ -299,6 +304,15 @@ def states(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float
     now = state(engine_audit)
     for word in STATES:
         yield (word,), float(word == now)
+
+
+def settings(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The settings of :data:`SETTINGS` that the engine has recorded; 1 stands for on."""
+    recorded = {} if engine_audit.engine is None else engine_audit.engine.configuration
+    for name in SETTINGS:
+        value = recorded.get(name)
+        if isinstance(value, int):
+            yield (name,), float(value)
 
 
 def lag(engine_audit: FollowedAudit) -> Iterator[tuple[tuple[str, ...], float]]:

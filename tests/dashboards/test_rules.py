@@ -116,6 +116,9 @@ def audited(unknown: str) -> Series:
 
 
 LOST = of("kvledger_engine_state", 'state="failed"')
+DEAD = of("kvledger_engine_state", 'state="dead"')
+BLOCKS = of("kvledger_engine_setting", 'setting="blocks"')
+CACHING = of("kvledger_engine_setting", 'setting="prefix_caching"')
 STOPPED = of("kvledger_engine_state", 'state="stopped"')
 SPOKE = of("kvledger_last_event_timestamp_seconds")
 OBSERVED = of("kvledger_engine_observed")
@@ -250,6 +253,37 @@ CASES = [
     Case("KvledgerHitShareFell", "to a half of yesterday", hits("0+60x1440 0+30x180"), "26h", [OF_MODEL]),
     Case("KvledgerHitShareFell", "a little", hits("0+60x1440 0+50x180"), "26h", []),
     Case("KvledgerHitShareFell", "no yesterday", hits("0+30x180"), "2h", []),
+    Case("KvledgerHitShareDropped", "to a half", hits("0+60x60 0+30x60"), "75m", [OF_MODEL]),
+    Case("KvledgerHitShareDropped", "a little", hits("0+60x60 0+45x60"), "75m", []),
+    Case("KvledgerHitShareDropped", "it was low", hits("0+3x60 0+1x60"), "75m", []),
+    Case(
+        "KvledgerSettingChanged",
+        "blocks",
+        {BLOCKS: "300x20 70x20"},
+        "25m",
+        [OF_ENGINE | {"setting": "blocks"}],
+    ),
+    Case("KvledgerSettingChanged", "none", {BLOCKS: "300x40"}, "25m", []),
+    Case(
+        "KvledgerPrefixCachingOff",
+        "off",
+        {CACHING: "0x20", OBSERVED: "1x20"},
+        "10m",
+        [OF_ENGINE | {"setting": "prefix_caching"}],
+    ),
+    Case("KvledgerPrefixCachingOff", "on", {CACHING: "1x20", OBSERVED: "1x20"}, "10m", []),
+    Case(
+        "KvledgerPrefixCachingOff", "an engine that is gone", {CACHING: "0x20", OBSERVED: "0x20"}, "10m", []
+    ),
+    Case(
+        "KvledgerEngineDied",
+        "killed",
+        {DEAD: "0x5 1x20", SPOKE: "60x30"},
+        "10m",
+        [OF_ENGINE | {"state": "dead"}],
+    ),
+    Case("KvledgerEngineDied", "another came", {DEAD: "0x5 1 0x20", SPOKE: "60x30"}, "10m", []),
+    Case("KvledgerEngineDied", "long ago", {DEAD: "1x90", SPOKE: "60x90"}, "80m", []),
     Case("KvledgerTurnHitShareFell", "to a half", turn_hits("0+80x1440 115200+40x180"), "26h", [OF_ENGINE]),
     Case("KvledgerTurnHitShareFell", "a little", turn_hits("0+80x1440 115200+70x180"), "26h", []),
     Case("KvledgerTurnHitShareFell", "no yesterday", turn_hits("0+40x180"), "2h", []),

@@ -109,6 +109,14 @@ def test_every_label_value_starts_at_zero(metric: metric_list.Metric) -> None:
     assert {0.0} == set(samples.values()) or metric.kind == "gauge"
 
 
+def test_settings_have_series_if_the_engine_has_them() -> None:
+    settings = {"blocks": 300, "prefix_caching": False, "policy": "fcfs", "loras": 0}
+    audit = FollowedAudit(Path("nowhere"))
+    audit.feed(0, replace(journals.STARTED, configuration=settings))
+    samples = labelled([audit], "kvledger_engine_setting", "setting")
+    assert {("blocks",): 300.0, ("prefix_caching",): 0.0, ("loras",): 0.0} == samples
+
+
 def test_every_invariant_starts_at_zero_with_its_severity() -> None:
     samples = labelled([started()], "kvledger_violations_total", "id", "severity")
 
