@@ -60,15 +60,16 @@ def _section(part: Table | Lines) -> str:
     lines += [part.legend, ""] if part.legend else []
     if isinstance(part, Lines):
         return "\n".join(
-            [*lines, *(line if line.startswith("- ") else f"- {line.strip()}" for line in part.lines)]
+            [*lines, *(f"- {markdown_text(line.strip().removeprefix('- '))}" for line in part.lines)]
         )
     rules = ("---:" if figures and place else "---" for place, figures in enumerate(part.figures()))
     lines += [f"| {' | '.join(each.heading for each in part.head())} |", f"|{'|'.join(rules)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(_escaped, row))} |" for row in part.cells() if row)])
+    return "\n".join([*lines, *(f"| {' | '.join(map(markdown_text, row))} |" for row in part.cells() if row)])
 
 
-def _escaped(cell: str) -> str:
-    return cell.strip().replace("|", "\\|")
+def markdown_text(text: str) -> str:
+    """A text in a cell or a line: no cell ends in it, and it makes no tag and no link."""
+    return re.sub(r"[\\|<\[]", r"\\\g<0>", text.strip())
 
 
 # --- a page ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...audit.traffic.script import Check, Workload
+from ..writers import markdown_text
 from .texts import explain
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ def report(
         explained.says,
         "\n".join(f"- {fact}" for fact in explained.facts[1:]),  # the first is the figure
         "## Versions and configuration",
-        "\n".join([f"- vLLM {workload.release}", *settings]),
+        "\n".join([f"- vLLM {markdown_text(workload.release)}", *settings]),
         "The test needs neither a GPU nor a model. It was cut down from the journal of an engine with this "
         "configuration, and has a smaller one of its own.",
         "## What happened",
         f"{_sentence(check.says)}: {check.engine}",
-        *(f"> {message}" for message in dict.fromkeys(messages)),
+        *(f"> {markdown_text(message)}" for message in dict.fromkeys(messages)),
         "## Expected",
         f"{_sentence(check.says)}: {check.right}",
     ]
@@ -97,7 +98,7 @@ def _with_short_header(test: str) -> str:
 def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return markdown_text(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
 
 
 def _is_set(value: object) -> bool:

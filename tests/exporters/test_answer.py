@@ -57,8 +57,8 @@ def test_markdown_has_the_same_cells() -> None:
     markdown = as_text(ANSWER, "markdown")
 
     assert (
-        "#### Rows\n\n|  | hit | of prompt | took |\n|---|---:|---:|---:|\n| <a> | 1,200 | 50.0 % | 0.500 s |"
-        in markdown
+        "#### Rows\n\n|  | hit | of prompt | took |\n|---|---:|---:|---:|\n"
+        "| \\<a> | 1,200 | 50.0 % | 0.500 s |" in markdown
     )
 
 
