@@ -240,7 +240,12 @@ OF_GROUPS = {
 }
 """Why what full attention had could not be hit: another group lacked its part."""
 
+SHORT_PROMPT = "short_prompt"
+NEVER_SEEN = "never_seen"
+NEXT_TOKEN = "next_token"
+
 MISSES = {
+    SHORT_PROMPT: "the prompt is shorter than a block, and the cache holds whole blocks only",
     BELOW_BLOCK: "below block size: the cache holds whole blocks only",
     PREEMPTED: "lost to preemption",
     LOAD_FAILED: "the load failed",
@@ -255,12 +260,12 @@ MISSES = {
     BEING_COMPUTED: "being computed for another request",
     **OF_GROUPS,
     NOT_HIT: "cached, but not hit",
+    NEVER_SEEN: "never seen before",
+    NEXT_TOKEN: "never seen before, or only with another next token, which the hash covers",
     NOT_KNOWABLE: "never seen before, or not knowable",
 }
 """Why prompt tokens missed the prefix cache. Proving what became of a block takes the events of level
 ``blocks``."""
-
-NEVER_SEEN = "never_seen"
 
 SAMPLED_MISSES = {
     NEVER_SEEN: "never seen before",

@@ -35,11 +35,13 @@ _BY_EXTERNAL_LOSS = {
 Piece = tuple[int, int, str]
 
 
-def missed_ranges(account: Account, block_size: int, groups: Groups | None = None) -> Iterator[Piece]:
+def missed_ranges(
+    account: Account, block_size: int, groups: Groups | None = None, *, lookahead: bool = False
+) -> Iterator[Piece]:
     """Yield missed ranges [start, end) of the prompt with their cause, once for each time they were missed.
 
     ``block_size`` 0 means that it is not known. ``groups`` of the engine's KV cache; None: one, or not known.
-    An unknown account yields nothing.
+    ``lookahead``: the hash of a block covers tokens behind it, too. An unknown account yields nothing.
     """
     if account.unknown is not None:
         return
@@ -51,7 +53,8 @@ def missed_ranges(account: Account, block_size: int, groups: Groups | None = Non
             if cause:
                 yield low, high, cause
             else:
-                yield from _by_block(low, high, account, lives[-1], block_size, groups)
+                pieces = _by_block(low, high, account, lives[-1], block_size, groups)
+                yield from _by_next_token(pieces, _hit_end(lives[-1]) + block_size) if lookahead else pieces
     if account.closed_at >= 0:
         for start, end in never_came(account):
             for low, high, cause in _by_broken_hit(start, end, account.lives):
@@ -136,7 +139,7 @@ def _by_block(
         yield from _by_cache(start, end, account, life, groups)
         return
     whole = prompt // block_size * block_size
-    cause = causes.BELOW_BLOCK
+    cause = causes.BELOW_BLOCK if whole else causes.SHORT_PROMPT
     if whole == prompt:
         # The longest possible hit leaves out the last token, and with it the last block.
         whole = prompt - block_size
@@ -145,6 +148,16 @@ def _by_block(
     yield from _by_cache(start, middle, account, life, groups)
     if middle < end:
         yield middle, end, cause
+
+
+def _by_next_token(pieces: Iterable[Piece], end: int) -> Iterator[Piece]:
+    """The first block behind a hit may be known with another next token, with which those behind it begin."""
+    for start, stop, cause in pieces:
+        split = min(max(start, end), stop) if cause == causes.NEVER_SEEN else start
+        if start < split:
+            yield start, split, causes.NEXT_TOKEN
+        if split < stop:
+            yield split, stop, cause
 
 
 def _by_cache(start: int, end: int, account: Account, life: Life, groups: Groups | None) -> Iterator[Piece]:
@@ -171,6 +184,9 @@ def _known(account: Account, life: Life) -> tuple[list[tuple[CachedRange, str]],
     known = []
     for cached in sorted(account.cached_before):
         cause = _what_became(cached, life, reached)
+        if cause == causes.NEVER_SEEN:
+            known.append((cached, cause))
+            continue
         if cause in _REMOVED:
             broken = broken or cause
         elif broken and cached.missed != causes.GROUPS and _was_there(cached, life):
@@ -232,6 +248,8 @@ def _what_became(cached: CachedRange, life: Life, reached: int) -> str:
     ``reached``: the cache had every block below it.
     """
     began = life.began_step
+    if cached.how == causes.NEVER_SEEN:
+        return causes.NEVER_SEEN
     if 0 <= cached.left < began:
         away = cached.came_back < 0 or cached.came_back >= began
         return _BY_REMOVAL[cached.how] if away else ""

@@ -65,6 +65,8 @@ def configuration_of(
     }
     replay = int(getattr(scheduler, "prefix_replay_tokens", 0))
     settings |= {"replay_tokens": replay} if replay else {}
+    ahead = int(getattr(config, "num_hash_lookahead_tokens", 0) or 0)  # since 0.33, of some drafters
+    settings |= {"hash_lookahead_tokens": ahead} if ahead else {}
     return settings | _scheduler_settings(config) | kv_events(scheduler)
 
 

@@ -132,8 +132,9 @@ class CachedRange(NamedTuple):
     """Positions [start, end) whose KV the prefix cache had under the same hash before this request made it.
 
     ``since``: the step in which it was cached (-1: not observed). ``left``: the step in which it left the
-    cache (-1: another block has it still), and ``how``: ``evicted`` or ``reset``. ``came_back``: the step in
-    which another request cached it again, before this one did (-1: none did). ``own``: this request's
+    cache (-1: another block has it still), and ``how``: ``evicted`` or ``reset``;
+    ``never_seen``: the cache never had it, and the rest says nothing. ``came_back``: the step in which
+    another request cached it again, before this one did (-1: none did). ``own``: this request's
     allocation evicted it. ``missed``: why a lookup missed it while it was cached; empty if this request had
     cached it. ``gone``: it left in the step in which the first block was allocated to the request's life,
     by a call before that, and so before the lookup.

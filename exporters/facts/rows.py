@@ -55,6 +55,7 @@ class Head(NamedTuple):
     rank: int
     block_tokens: int
     groups: Groups | None
+    lookahead: bool
     last_at: int
 
 
@@ -64,7 +65,10 @@ def head(audit: EngineAudit, journal: str) -> Head:
     began = None if audit.began_seconds is None else began_us
     size = block_size(audit)
     groups = several_groups_of(audit.auditor.ledger.blocks.pools.get(0))
-    return Head(audit.name, journal, began_us, began, audit.model, audit.rank, size, groups, audit.last_at)
+    lookahead = bool(audit.engine and audit.engine.configuration.get("hash_lookahead_tokens"))
+    return Head(
+        audit.name, journal, began_us, began, audit.model, audit.rank, size, groups, lookahead, audit.last_at
+    )
 
 
 def request_row(head: Head, account: Account, verdict: str | None) -> Row:
@@ -152,7 +156,7 @@ def _of_request(head: Head, account: Account) -> Row:
 
 def _missed_rows(of_request: Row, account: Account, head: Head) -> Iterator[Row]:
     missed: dict[str, int] = {}
-    for start, end, cause in missed_ranges(account, head.block_tokens, head.groups):
+    for start, end, cause in missed_ranges(account, head.block_tokens, head.groups, lookahead=head.lookahead):
         add_tokens(missed, cause, end - start)
     first = first_output_at(account)
     late = {

@@ -219,7 +219,7 @@ def below_block(facts: Facts) -> Conclusion | None:
         f"are below the block size{size}: the prefix cache holds whole blocks only, so at most these could "
         "be hits with smaller blocks."
     )
-    return _missed(facts, (causes.BELOW_BLOCK,), BELOW_BLOCK_SHARE, says)
+    return _missed(facts, (causes.BELOW_BLOCK, causes.SHORT_PROMPT), BELOW_BLOCK_SHARE, says)
 
 
 def evicted(facts: Facts) -> Conclusion | None:

@@ -794,6 +794,8 @@ def _rises(change: Change) -> dict[str, float]:
     rises = {
         cause: (after.miss_share(cause) or 0.0) - (before.miss_share(cause) or 0.0) for cause in after.missed
     }
+    if causes.NEVER_SEEN in rises:  # where it is known, it is no longer among what is not knowable
+        rises[causes.NOT_KNOWABLE] = rises.get(causes.NOT_KNOWABLE, 0.0) + rises.pop(causes.NEVER_SEEN)
     if rises.keys() & causes.EVICTIONS:
         rises[causes.EVICTED] = sum(rises.get(cause, 0.0) for cause in causes.EVICTIONS)
     if _is_sampled(change):
@@ -808,7 +810,8 @@ def _is_sampled(change: Change) -> bool:
 
 def _evicted_and_new(side: Side) -> tuple[float, float]:
     """The shares of prompt tokens that were evicted and never seen, divided by the sample."""
-    both = sum(side.miss_share(cause) or 0.0 for cause in (causes.EVICTED, causes.NOT_KNOWABLE))
+    parts = (causes.EVICTED, causes.NOT_KNOWABLE, causes.NEVER_SEEN)
+    both = sum(side.miss_share(cause) or 0.0 for cause in parts)
     evicted = both * (side.sampled.share(causes.EVICTED) or 0.0)
     return evicted, both - evicted
 

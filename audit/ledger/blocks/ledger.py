@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ... import events as ev
 from ... import pool_calls
-from ...causes import EVICTED, GROUPS, NOT_HIT, RESET
+from ...causes import EVICTED, GROUPS, NEVER_SEEN, NOT_HIT, RESET
 from ..account import Account, CachedRange, GroupBlock, Life
 from ..entries import BlockComparison, BlockFinding, Leak, PoolComparison, SharedWrite, StrayFree, Uncovered
 from . import isolation, reads
@@ -71,6 +71,7 @@ def pool_of(event: ev.PoolSeen) -> Pool:
         groups=groups,
         hashes={},
         hashes_known=empty,
+        since_start=empty and event.step <= 0,
         prefix_groups=[group for group, _, places in rows if places > 1],
         windows={
             group: Window(tokens, kind == CHUNKED)
@@ -114,7 +115,7 @@ def _compare_pool(holdings: Holdings, number: int, free_blocks: int, hashes: int
     if free_blocks != pool.free_blocks or (own >= 0 and own != hashes):
         holdings.report(PoolComparison(number, free_blocks, pool.free_blocks, hashes, own), UNKNOWN)
         pool.free_blocks = free_blocks
-        pool.hashes_known = False
+        pool.hashes_known = pool.since_start = False
 
 
 def _tables(holdings: Holdings, event: pool_calls.TablesReported) -> None:
@@ -334,7 +335,7 @@ def _forget_hashes(holdings: Holdings, pool: Pool) -> None:
     for record in pool.records.values():
         holdings.drop_hashes(pool, record)
         record.has_hash = UNKNOWN
-    pool.has_hash, pool.hashes_known = UNKNOWN, False
+    pool.has_hash, pool.hashes_known, pool.since_start = UNKNOWN, False, False
 
 
 def _sole_writer(record: Block) -> Holder | None:
@@ -372,6 +373,8 @@ def _hash(
         note(holdings, pool, group, request, end, before)
         if removed is not None and removed[3] < 0:
             pool.removed[hash_id] = (*removed[:3], event.step, *removed[4:])
+    elif pool.since_start and not pool.forgotten_hashes and group in pool.prefix_groups:
+        _note_never_cached(holdings, request, (end - 1) // size * size, end)
     ids, most, least = record.hash_ids, end, end
     if hash_id not in ids:
         ids.append(hash_id)
@@ -438,6 +441,15 @@ def _note_cached_before(
             start, end, had.since, had.left, had.came_back, had.how, had.own, of_others, had.gone
         )
         holdings.cached_before.append((request, row))
+
+
+def _note_never_cached(holdings: Holdings, request: int, start: int, end: int) -> None:
+    """Note that a request computed KV which the cache never had; of neighbours, one range."""
+    last = holdings.cached_before[-1:]
+    if last and last[0][0] == request and last[0][1].end == start and last[0][1].how == NEVER_SEEN:
+        start = holdings.cached_before.pop()[1].start
+    row = CachedRange(start, end, UNKNOWN, UNKNOWN, UNKNOWN, NEVER_SEEN, False, "")
+    holdings.cached_before.append((request, row))
 
 
 def _note_in_group(

@@ -238,6 +238,8 @@ class Pool(msgspec.Struct):
     """The cache map, by hash id."""
     hashes_known: bool
     """Whether ``hashes`` are all hashes of the cache map."""
+    since_start: bool = False
+    """Whether all that was cached since the engine began was observed: it is known what never was."""
     prefix_groups: list[int] = []
     """Groups in which a hit needs every block below it."""
     windows: dict[int, Window] = {}

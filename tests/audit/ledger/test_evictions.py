@@ -34,25 +34,27 @@ BLOCK = 16
 class Watched:
     """An engine of 12 blocks under the ledger."""
 
-    def __init__(self, level: str = "blocks", **setup: Any) -> None:
+    def __init__(self, level: str = "blocks", *, attached: bool = True, **setup: Any) -> None:
         self.audits: list[Any] = []
-        attach = self.audits.append
-        self.driver: Driver = start(
-            lambda scheduler: attach(kvledger.attach(scheduler, level=level)), **{"blocks": 12, **setup}
-        )
+
+        def attach(scheduler: Any) -> None:
+            if attached:
+                self.audits.append(kvledger.attach(scheduler, level=level))
+
+        self.driver: Driver = start(attach, **{"blocks": 12, **setup})
 
     def run(self, name: str, tokens: int, **how: Any) -> None:
         self.driver.add(name, tokens, 2, **how)
         self.driver.run()
 
-    def accounts(self) -> dict[str, Account]:
+    def accounts(self, verdict: str = "clean") -> dict[str, Account]:
         (audit,) = self.audits
         audit.detach()
-        assert "clean" == audit.verdict
+        assert verdict in ("", audit.verdict)
         return {account.request_id: account for account in audit.ledger.accounts()}
 
-    def causes(self, name: str) -> dict[str, int]:
-        account = self.accounts()[name]
+    def causes(self, name: str, verdict: str = "clean") -> dict[str, int]:
+        account = self.accounts(verdict)[name]
         return causes(account, groups_of(self.audits[0].ledger.blocks.pools.get(0)))
 
 
@@ -82,7 +84,36 @@ def test_tokens_never_cached_were_not_evicted() -> None:
     engine.run("b", 150)
     engine.run("c", 50)
 
-    assert {"not_knowable": 48, "below_block": 2} == engine.causes("c")
+    assert {"never_seen": 48, "below_block": 2} == engine.causes("c")
+
+
+def test_what_was_cached_before_the_observation_may_have_been_seen() -> None:
+    """The cache is not empty, and what it had lost by then is not known."""
+    engine = Watched(attached=False)
+    engine.run("a", 50)
+    engine.audits.append(kvledger.attach(engine.driver.scheduler, level="blocks"))
+    engine.run("c", 50)
+
+    assert {"not_knowable": 48, "below_block": 2} == engine.causes("c", verdict="")
+
+
+def test_a_prompt_shorter_than_a_block_is_no_tail() -> None:
+    engine = Watched()
+    engine.run("a", 15)
+
+    assert {"short_prompt": 15} == engine.causes("a")
+
+
+def test_a_hash_that_covers_the_next_token_does_not_tell_whether_the_tokens_were_seen() -> None:
+    """Only of the first block behind the hit: the next one begins with that token."""
+    engine = Watched()
+    engine.run("a", 66)
+    engine.run("b", 66, shares=("a", 34))
+    account = engine.accounts()["b"]
+
+    found = list(missed_ranges(account, BLOCK, lookahead=True))
+    assert [(32, 48, "next_token"), (48, 64, "never_seen"), (64, 66, "below_block")] == found
+    assert {"never_seen": 32, "below_block": 2} == causes(account)
 
 
 def test_level_tokens_does_not_know_evictions() -> None:
@@ -145,7 +176,7 @@ def test_a_prompt_that_only_a_group_of_states_lacks_missed_by_it() -> None:
     engine.run("a", 96)
     engine.run("b", 90, shares=("a", 48))
 
-    assert {"state": 48, "not_knowable": 32, "below_block": 10} == engine.causes("b")
+    assert {"state": 48, "never_seen": 32, "below_block": 10} == engine.causes("b")
 
 
 def test_blocks_that_can_not_be_hit_because_a_window_was_evicted_missed_by_the_window() -> None:
