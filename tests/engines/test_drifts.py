@@ -1,7 +1,7 @@
 """The drifts of figures on the real scheduler, against what the engine itself counts.
 
 Each test reads the engine's own figure and compares it with the definition. The expected figures come from
-what the driver did, not from the ledger. ``test_corpus.py`` has every drift of every scenario.
+what the driver did, not from the ledger. ``test_scenarios.py`` has every drift of every scenario.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import A, B, Recording
+from tests.audit.analysis.test_blocks import A, B, Recording
 from tests.exporters.labels import labelled
 
 import kvledger

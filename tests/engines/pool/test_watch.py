@@ -1,25 +1,39 @@
-"""Calls of a pool besides allocating and freeing: copies, moves, pins, resets; on real managers."""
+"""Calls of a pool besides allocating and freeing, and changes that no call shows; on real managers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.conftest import Recorded
 from tests.engines.hiding import hidden
-from tests.engines.observed import audited, each
+from tests.engines.observed import audited, each, observe
 from tests.scenarios.driving import start
 
+import kvledger
 from kvledger.audit import events as ev
 from kvledger.audit import pool_calls
+from kvledger.audit.analysis.block_states import STATES, BlockStates
 from kvledger.audit.engines import blocks_out_of_reach, host_version
 from kvledger.audit.engines.pool.manager_observer import ManagerObserver
+from kvledger.audit.engines.pool.pool_census import SWEEP_BLOCKS, SWEEP_TABLES
 from kvledger.audit.engines.pool.requirements import BLOCK_ATTRIBUTES, MANAGER_ATTRIBUTES, POOL_ATTRIBUTES
+from kvledger.audit.engines.steps import AT_REST_STEPS
+from kvledger.audit.entry.attach import LiveAudit
+from kvledger.audit.events import Admitted, BlockStatesReported
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.ledger.blocks.contents import Contents
+from kvledger.audit.pool_calls import TablesReported
+from kvledger.audit.traffic.driver import Driver
 from kvledger.audit.traffic.engine_setup import build_request
+
+# --- calls of a pool besides allocating and freeing: copies, moves, pins, resets; on real managers --------
+
 
 FULL, MAMBA = 0, 1
 HASHED_TOKENS = 2
@@ -230,3 +244,179 @@ def test_a_pool_whose_attribute_is_missing_serves_every_call_and_the_loss_is_rep
     assert reads
     assert [True] == [event.removed for event in failed]
     assert pool.num_gpu_blocks - 1 == pool.get_num_free_blocks()
+
+
+# --- references that the engine takes for no request: who takes them, and that they are given back --------
+
+
+def leaky(blocks: int, *, gives_back: bool = False) -> tuple[Any, Any]:
+    """A driver, and an audit of its scheduler, which touches a request's first block when it frees it."""
+    audits: list[Any] = []
+
+    def observe(scheduler: Any) -> None:
+        free, manager = scheduler._free_blocks, scheduler.kv_cache_manager
+
+        def free_and_touch(request: Any) -> None:
+            table = manager.coordinator.single_type_managers[0].req_to_blocks.get(request.request_id)
+            if table:
+                manager.block_pool.touch(table[:1])
+            free(request)
+            if table and gives_back:
+                manager.block_pool.free_blocks(table[:1])
+
+        scheduler._free_blocks = free_and_touch
+        audits.append(kvledger.attach(scheduler, level="blocks"))
+
+    driver = start(observe, blocks=blocks)
+    return driver, audits[0]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_references_that_nobody_gives_back_are_a_leak_of_the_operation(at_once: bool) -> None:
+    driver, audit = leaky(24)
+    for number in range(4):
+        driver.add(f"r{number}", 40, 2)
+        if not at_once:
+            driver.run()
+    driver.run()
+    audit.detach()
+
+    (found,) = audit.violations
+    assert ("blocks/leak", None) == (found.id, found.request)
+    assert "free_and_touch took references to " in found.message
+    assert any("touched, outside the block tables, by free_and_touch" in line for line in found.story)
+
+
+def test_a_request_that_was_looked_up_and_not_admitted_is_not_blamed() -> None:
+    """It waits with hits while others end, and the references are taken meanwhile."""
+    driver, audit = leaky(12)
+    driver.add("first", 60, 2)
+    driver.run()
+    for number in range(3):
+        driver.add(f"r{number}", 75, 6, shares=("first", 48))
+    for _ in range(40):
+        driver.step()
+    audit.detach()
+
+    assert {"blocks/leak"} == {each.id for each in audit.violations}
+    assert {None} == {each.request for each in audit.violations}
+
+
+def test_references_that_are_given_back_are_no_leak() -> None:
+    driver, audit = leaky(24, gives_back=True)
+    for number in range(4):
+        driver.add(f"r{number}", 40, 2)
+    driver.run()
+    audit.detach()
+
+    assert "clean" == audit.verdict
+
+
+# --- how late a change that no call shows is found: the bounds in docs/blocks.md --------------------------
+
+
+POOL_BLOCKS = 300
+REQUESTS = 6
+
+
+def running(before: int) -> tuple[Driver, LiveAudit, Any]:
+    """Some requests that decode since ``before`` steps, the audit and the pool."""
+    audits: list[LiveAudit] = []
+    driver = start(lambda engine: audits.append(kvledger.attach(engine, level="blocks")), blocks=POOL_BLOCKS)
+    for name in range(REQUESTS):
+        driver.add(f"r{name}", 20, 200)
+    for _ in range(before):
+        driver.step()
+    return driver, audits[0], driver.scheduler.kv_cache_manager.block_pool
+
+
+def steps_until_found(driver: Driver, audit: LiveAudit, id: str, at_most: int) -> int:
+    for steps in range(at_most + 1):
+        if id in {violation.id for violation in audit.violations}:
+            return steps
+        driver.step()
+    raise AssertionError(f"{id} is not found in {at_most} steps")
+
+
+@pytest.mark.parametrize("before", [2, 9, 20])
+@pytest.mark.parametrize("block", [60, 130, POOL_BLOCKS - 1])
+def test_a_wrong_block_is_found_within_one_turn_of_the_pool(block: int, before: int) -> None:
+    driver, audit, pool = running(before)
+    assert [] == audit.violations
+    pool.blocks[block].ref_cnt += 1
+
+    bound = 2 * AT_REST_STEPS * math.ceil(POOL_BLOCKS / SWEEP_BLOCKS)
+
+    assert 0 < steps_until_found(driver, audit, "blocks/references", bound)
+
+
+@pytest.mark.parametrize("before", [2, 9, 20])
+def test_a_wrong_length_of_the_free_queue_is_found_within_two_rests(before: int) -> None:
+    driver, audit, pool = running(before)
+    pool.free_block_queue.num_free_blocks -= 1
+
+    assert 0 < steps_until_found(driver, audit, "blocks/free-iff-unreferenced", 2 * AT_REST_STEPS)
+
+
+@pytest.mark.parametrize("request_id", ["r0", f"r{REQUESTS - 1}"])
+def test_a_wrong_table_is_found_within_one_turn_of_the_running_requests(request_id: str) -> None:
+    driver, audit, _ = running(3)
+    tables = driver.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    tables[request_id].append(tables["r2"][0])
+
+    bound = 2 * AT_REST_STEPS * math.ceil(REQUESTS / SWEEP_TABLES)
+
+    assert 0 < steps_until_found(driver, audit, "blocks/double-allocation", bound)
+
+
+def test_a_sweep_of_a_larger_pool_reports_as_many_blocks() -> None:
+    def stated(blocks: int) -> set[int]:
+        def scenario(attach: Any) -> Driver:
+            driver = start(attach, blocks=blocks)
+            driver.add("r", 20, 30)
+            driver.run()
+            return driver
+
+        _, events = observe(scenario, level="blocks")
+        return {len(event.states) for event in events if isinstance(event, BlockStatesReported)}
+
+    assert {SWEEP_BLOCKS} == stated(2_048) == stated(4_096)
+
+
+def test_long_tables_are_reported_one_at_a_time_and_all_in_turn() -> None:
+    blocks = SWEEP_BLOCKS // 2 + 1
+
+    def scenario(attach: Any) -> Driver:
+        driver = start(attach, blocks=4 * blocks)
+        for name in "abc":
+            driver.add(name, 16 * blocks - 15, 60)
+        driver.run()
+        return driver
+
+    _, events = observe(scenario, level="blocks")
+    admitted = max(event.step for event in events if isinstance(event, Admitted))
+    stated = [event for event in each(events) if isinstance(event, TablesReported) and event.step > admitted]
+
+    assert [len(event.rows) for event in stated] == [4 + event.rows[3] for event in stated]
+    assert 3 == len({event.rows[0] for event in stated[:3]})
+
+
+# --- the states of blocks that the analysis follows are those of the real scheduler's pool ----------------
+
+
+@pytest.mark.parametrize(
+    "scenario", ["preempt_prefill_async", "window_leaves_blocks_two_groups", "plain_sync"]
+)
+def test_states_are_the_engines_own(recorded: Recorded, scenario: str) -> None:
+    events = recorded(scenario, "blocks")
+    states, contents = BlockStates(), Contents()
+    compared = 0
+    for event in events:
+        if isinstance(event, ev.BlockStatesReported) and event.free_blocks >= 0 and states.now is not None:
+            assert event.free_blocks == sum(states.now[state] for state in STATES if state != "running")
+            compared += 1
+        now = states.feed(event, contents.read(event))
+        assert now is None or all(getattr(now, state) >= 0 for state in STATES)
+
+    assert compared
+    assert states.now is not None and 0 == states.now["running"]

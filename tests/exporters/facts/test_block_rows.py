@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import A, B, C, Recording
+from tests.audit.analysis.test_blocks import A, B, C, Recording
 from tests.exporters.facts.test_compact import count_batches
 from tests.exporters.facts.test_kept_blocks import BEGAN, SECOND, Engine, ended
 from tests.exporters.facts.test_kept_pages import compared, not_compacted, replayed_once

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import A, B, C, Recording
+from tests.audit.analysis.test_blocks import A, B, C, Recording
 from tests.command_line import exit_code
 
 from kvledger.exporters.metrics.metric_list import METRICS

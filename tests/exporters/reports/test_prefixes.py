@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import A, B, C, D, Recording
+from tests.audit.analysis.test_blocks import A, B, C, D, Recording
 from tests.command_line import exit_code
 
 from kvledger.audit.journal.writer import JournalWriter

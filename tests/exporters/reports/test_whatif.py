@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import Recording, label
+from tests.audit.analysis.test_blocks import Recording, label
 
 from kvledger import cli
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_prefixes import Recording
+from tests.audit.analysis.test_blocks import Recording
 from tests.exporters.sidecar.crash import counted
 from tests.exporters.sidecar.test_follower import Engine, ended, following, rose
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_costs import trace
+from tests.audit.analysis.test_step_times import trace
 from tests.exporters.labels import labelled
 from tests.histories import events
 from tests.simulated_trace import write_trace

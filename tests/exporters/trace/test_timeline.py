@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests import journals
-from tests.audit.analysis.test_costs import trace
+from tests.audit.analysis.test_step_times import trace
 from tests.exporters.labels import labelled
 from tests.histories import GOLDEN, Golden
 

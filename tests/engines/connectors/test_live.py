@@ -1,10 +1,11 @@
-"""What a live connector shows beyond its admissions: kept blocks, children, metadata, its own counts."""
+"""What a live connector shows beside its admissions, on the real scheduler: its two sides, and tiers."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,28 +14,43 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.conformance.connectors import FailingConnector
 from tests.engines.observed import audited, observe
 from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 from tests.time_limits import RUN_HANGS
 
-from kvledger.audit.engines import observer
+from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.conformance.worker import DriverWithWorker
+from kvledger.audit.engines import choose, host_version, observer
 from kvledger.audit.engines.connector_metadata import metadata_readers, reader_of
 from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader
 from kvledger.audit.engines.connector_metadata.simple_cpu_offload import SimpleCPUOffloadReader
+from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
+from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.events import (
+    Admitted,
     BlocksPromised,
     ChildMatched,
+    EngineStarted,
+    Event,
     Finished,
     FreeCompleted,
     FreeDelayed,
     HandedOver,
     PoolCalls,
     PoolSeen,
+    TiersReported,
+    WorkerStepped,
 )
+from kvledger.audit.journal.memory_recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
 from kvledger.audit.pool_calls import BlocksAllocated
-from kvledger.audit.traffic.driver import Driver
+from kvledger.audit.traffic.driver import Driver, EngineSetup
+from kvledger.audit.traffic.observation import Observation
+
+# --- what a live connector shows beyond its admissions: kept blocks, children, metadata, its own counts ---
+
 
 ROOT = Path(__file__).parents[3]
 
@@ -260,3 +276,243 @@ def test_a_prompt_that_the_connector_shortens_during_its_match() -> None:
 
     assert [] == auditor.violations
     assert 63 == account.settlements[0].prompt_tokens == account.settlements[0].computed
+
+
+# --- the worker side of live connectors with the real scheduler: what a worker does in each step ----------
+
+
+Watched = tuple[DriverWithWorker, MemoryRecorder, Any]
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]:
+    """An engine with ExampleConnector, observed on both sides; 96 tokens are in the store."""
+    options = (("shared_storage_path", str(tmp_path)),)
+    setup = EngineSetup(connector="ExampleConnector", connector_options=options, asynchronous=request.param)
+    driver, sink, observer = observed(setup)
+    driver.add("first", 99, 1)
+    driver.run()
+    driver.reset_prefix_cache()
+    yield driver, sink, observer
+    observer.stop("detached")
+
+
+def observed(setup: EngineSetup) -> Watched:
+    """An engine that is observed on both sides."""
+    driver, sink = DriverWithWorker(setup), MemoryRecorder()
+    observer = choose(driver.scheduler)(driver.scheduler, sink, version=host_version())
+    assert isinstance(observer, V1Observer)
+    observer.start()
+    observer.watch_worker(driver.worker.connector)
+    return driver, sink, observer
+
+
+def load_again(driver: DriverWithWorker) -> None:
+    driver.add("again", 99, 2, shares=("first", 99))
+    driver.run()
+
+
+def steps(events: list[Event]) -> list[WorkerStepped]:
+    return [event for event in events if isinstance(event, WorkerStepped)]
+
+
+def test_a_load_is_reported_for_the_step_that_promised_it(watched: Watched):
+    driver, sink, _ = watched
+    load_again(driver)
+    events = sink.take()
+
+    (promise,) = [event for event in events if isinstance(event, BlocksPromised)]
+    (worked,) = steps(events)
+    assert (promise.step, promise.blocks, True) == (worked.step, worked.loaded_blocks, worked.started)
+    assert (96, len(driver.worker.layers)) == (promise.tokens, worked.layers)
+
+
+def test_both_sides_of_a_clean_run_are_clean(watched: Watched):
+    driver, sink, _ = watched
+    load_again(driver)
+    auditor = Auditor(keep_closed=True)
+    auditor.feed_all(sink.take())
+
+    assert ("clean", {0: True}) == (auditor.verdict, auditor.ledger.transfers.aligned)
+    assert 96 == auditor.ledger.totals().loaded
+
+
+def test_blocks_that_failed_to_load_are_reported(monkeypatch: pytest.MonkeyPatch):
+    """This connector has no metadata reader, and its worker's reports are observed all the same."""
+    module = "tests.conformance.connectors"
+    setup = EngineSetup(
+        connector="FailingConnector", connector_module=module, connector_options=(("store", "w"),)
+    )
+    driver, sink, observer = observed(setup)
+    driver.add("first", 99, 1)
+    driver.run()
+    driver.reset_prefix_cache()
+    monkeypatch.setattr(FailingConnector, "down", True)
+    load_again(driver)
+    observer.stop("detached")
+
+    (worked,) = steps(sink.take())
+    assert (None, True) == (worked.loaded_blocks, worked.started)
+    assert 6 == len(worked.failed_blocks)
+
+
+def test_the_connector_is_restored(watched: Watched):
+    driver, _, observer = watched
+    observer.stop("detached")
+
+    for side in (driver.worker.connector, driver.scheduler.connector):
+        assert not [name for name in vars(side) if hasattr(type(side), name)]
+
+
+def test_a_worker_in_another_process_is_out_of_reach(watched: Watched):
+    assert worker_in_this_process(watched[0].scheduler.vllm_config) is None
+
+
+def test_a_workers_own_journal_begins_with_its_engine_and_rank(tmp_path: Path):
+    options = (("shared_storage_path", str(tmp_path)),)
+    driver, sink = (
+        DriverWithWorker(EngineSetup(connector="ExampleConnector", connector_options=options)),
+        MemoryRecorder(),
+    )
+    config = driver.scheduler.vllm_config
+    observer = WorkerObserver(driver.worker.connector, config, sink, host_version())
+    driver.add("first", 99, 1)
+    driver.run()
+    driver.reset_prefix_cache()
+    load_again(driver)
+    observer.stop("exit")
+    started, _, worked, stopped = sink.take()
+
+    assert isinstance(started, EngineStarted)
+    assert {"transfer": config.kv_transfer_config.engine_id, "rank": 0} == started.configuration
+    assert isinstance(worked, WorkerStepped) and worked.started
+    assert "EngineStopped" == type(stopped).__name__
+
+
+# --- an aborted load whose end nobody reports, on the real scheduler and a clock of its own ---------------
+
+
+STEP_NANOSECONDS = 20_000_000_000
+
+
+class Watch:
+    """Observes one scheduler by a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.observation = Observation("blocks", clock=lambda: self.now)
+
+    def __call__(self, scheduler: Any) -> None:
+        self.observation(scheduler)
+
+    def run_on(self, driver: Driver, steps: int) -> None:
+        """Another request decodes; a step takes 20 seconds."""
+        driver.add("other", 40, steps)
+        for _ in range(steps):
+            self.now += STEP_NANOSECONDS
+            driver.step()
+
+    def audited(self) -> Auditor:
+        auditor = Auditor(keep_closed=True)
+        auditor.feed_all(self.observation.stop())
+        return auditor
+
+
+def aborted_in_its_load(watch: Watch) -> Driver:
+    driver = start(watch, connector="scripted")
+    driver.connector.store("r", 96, asynchronous=True)
+    driver.add("r", 150, 3)
+    for _ in range(3):
+        driver.schedule()
+        driver.output()
+    driver.abort("r")
+    return driver
+
+
+def test_blocks_that_nothing_frees_are_a_leak_after_ten_minutes() -> None:
+    """vLLM#46283: the prefill engine was aborted too."""
+    watch = Watch()
+    driver = aborted_in_its_load(watch)
+    watch.run_on(driver, 60)
+
+    (leak,) = [each for each in watch.audited().violations if each.id == "blocks/leak"]
+
+    assert "Request r ended" in leak.message
+    assert "still holds 6 blocks" in leak.message
+
+
+def test_blocks_are_freed_when_the_load_is_reported_after_all() -> None:
+    watch = Watch()
+    driver = aborted_in_its_load(watch)
+    driver.schedule()
+    driver.output(finished_recving={"r"})
+    watch.run_on(driver, 60)
+
+    assert "clean" == watch.audited().verdict
+
+
+# --- what the real scheduler hears of the tiers of external tokens, recorded as the connector says it -----
+
+
+def asks() -> bool:
+    """Whether this release asks connectors for tiers."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")
+
+
+needs_tiers = pytest.mark.skipif(not asks(), reason="this release does not ask for tiers")
+
+
+def with_connector_that_says(**tiers: int) -> list[Event]:
+    """The events of a request with 64 external tokens, whose connector reports these tiers."""
+
+    def scenario(attach: Any) -> Driver:
+        driver = start(connector="scripted")
+        driver.connector.get_external_cache_hit_sources = lambda request, num_external_tokens: tiers
+        attach(driver.scheduler)
+        driver.connector.store("r", 64)
+        driver.add("r", 100, 3)
+        driver.run()
+        return driver
+
+    return observe(scenario)[1]
+
+
+def reported(events: list[Event]) -> list[TiersReported]:
+    return [event for event in events if isinstance(event, TiersReported)]
+
+
+@needs_tiers
+def test_tiers_are_recorded_after_the_admission_as_the_connector_reports_them():
+    events = with_connector_that_says(host=48, disk=16)
+    (event,) = reported(events)
+    (admitted,) = [place for place, each in enumerate(events) if isinstance(each, Admitted)]
+
+    assert events[admitted + 1] is event
+    assert (64, ["host", "disk"], [48, 16]) == (event.external_tokens, event.tiers, event.tokens)
+    assert "clean" == audited(events).verdict
+    (account,) = audited(events).ledger.accounts()
+    assert {"host": 48, "disk": 16} == account.loaded_by_tier
+
+
+@needs_tiers
+def test_tiers_that_do_not_sum_are_found():
+    assert ["connector/tiers-do-not-sum"] == [
+        each.id for each in audited(with_connector_that_says(host=48)).violations
+    ]
+
+
+@needs_tiers
+def test_a_connector_without_tiers_of_its_own_reports_tokens_as_unspecified():
+    _, events = observe(SCENARIOS["external_sync_sync"])
+
+    assert reported(events)
+    assert {"external_unspecified"} == {tier for event in reported(events) for tier in event.tiers}
+
+
+@pytest.mark.skipif(asks(), reason="this release asks for tiers")
+def test_a_release_that_does_not_ask_has_no_tiers():
+    _, events = observe(SCENARIOS["external_sync_sync"])
+
+    assert [] == reported(events)
