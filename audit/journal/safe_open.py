@@ -15,6 +15,7 @@ import os
 import stat
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from ..errors import LedgerError
 
@@ -97,13 +98,14 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def digest(path: Path) -> bytes:
-    """A digest of a regular file's bytes. Raises as :func:`open_file`."""
-    found = hashlib.blake2b(digest_size=16)
+def digest(path: Path, by: Any = None) -> bytes:
+    """A digest of a regular file's bytes, ``by`` a hash of :mod:`hashlib`. Raises as :func:`open_file`."""
+    found = by or hashlib.blake2b(digest_size=16)
     with reading(path) as file:
         while some := file.read(_READ_BYTES):
             found.update(some)
-    return found.digest()
+    made: bytes = found.digest()
+    return made
 
 
 _READ_BYTES = 1 << 20

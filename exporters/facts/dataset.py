@@ -83,10 +83,11 @@ EXPORTED = "requests.parquet"
 
 def _exported_files(folders: Sequence[Path]) -> dict[str, list[str]]:
     """The files that ``kvledger export`` wrote, by table. Raises LedgerError for one of another schema."""
-    from .parquet import column_names
+    from .parquet import column_names, require_sums
 
     files: dict[str, list[str]] = {name: [] for name in TABLES}
     for folder in folders:
+        require_sums(folder)
         for name in TABLES:
             path = folder / f"{name}.parquet"
             if path.is_file():

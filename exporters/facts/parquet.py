@@ -5,6 +5,8 @@ Times are delta-encoded and text is a dictionary, so that a request takes about 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,8 @@ import pyarrow.dataset as datasets
 import pyarrow.parquet as pq
 
 from ...audit.errors import JournalError, LedgerError
-from ...audit.journal.safe_open import reading
+from ...audit.foreign import text_of
+from ...audit.journal.safe_open import digest, reading
 from .schema import Column, Row, Rows
 
 ROW_GROUP = 64 << 10
@@ -44,6 +47,28 @@ def schema(columns: Sequence[Column]) -> Any:
 def dataset(files: Sequence[str], columns: Sequence[Column]) -> Any:
     """The rows of some files. Each is opened when it is read; a column that it lacks is null."""
     return datasets.dataset(list(files), schema(columns), format="parquet")
+
+
+SUMS = "SHA256SUMS"
+"""The file beside exported tables that has their digests, as ``sha256sum -c`` reads it."""
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """The digests of the exported files of a folder by their names; none if it has no list of them."""
+    if not (folder / SUMS).exists():
+        return {}
+    lines = (line.split(maxsplit=1) for line in text_of(folder / SUMS, 1 << 16).splitlines())
+    return {words[1]: words[0] for words in lines if len(words) == 2}
+
+
+def require_sums(folder: Path) -> None:
+    """Raise LedgerError for an exported file that is not as it was exported."""
+    for name, expected in sums(folder).items():
+        path, found = folder / Path(name).name, ""
+        with contextlib.suppress(OSError):
+            found = digest(path, hashlib.sha256()).hex()
+        if found != expected:
+            raise LedgerError(f"{path} is not as it was exported: export it again, or remove {SUMS}.")
 
 
 def column_names(path: Path) -> list[str]:

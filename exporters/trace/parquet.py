@@ -7,6 +7,7 @@ metadata of each field. Commands read a folder with ``requests.parquet`` back. N
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...audit.errors import LedgerError
+from ...audit.journal.safe_open import digest
 from ...audit.replay.windows import EVERYTHING, Window
-from ..facts.parquet import RowWriter
+from ..facts.parquet import SUMS, RowWriter, sums
 from ..facts.schema import Column, Rows
-from ..files import draft_of
+from ..files import draft_of, write_whole
 from .columns import TABLES, rows
 
 BUFFER_BYTES = 256 << 10
@@ -49,8 +51,13 @@ def export(
             files[name].add(some)
         for file in files.values():
             file.finish()
+        kept = {name: of for name, of in sums(folder).items() if name.removesuffix(".parquet") not in names}
+        (folder / SUMS).unlink(missing_ok=True)
         for file in files.values():
             file.publish()
+        for path in (folder / f"{name}.parquet" for name in names):
+            kept[path.name] = digest(path, hashlib.sha256()).hex()
+        write_whole(folder / SUMS, "".join(f"{of}  {name}\n" for name, of in sorted(kept.items())))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise LedgerError(f"{folder} can't be written: {reason}.") from error

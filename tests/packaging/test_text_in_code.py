@@ -155,6 +155,14 @@ def test_no_template_turns_escaping_off() -> None:
         assert not re.search(r"\|\s*safe|autoescape", path.read_text()), path
 
 
+def test_every_door_and_its_tests_exist() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    named = re.findall(r"`((?:audit|exporters|tests|scripts|constraints)/[\w/.-]+)`", page)
+
+    assert 20 < len(named)
+    assert [] == [name for name in named if not (ROOT / name).is_file()]
+
+
 def test_a_place_is_found() -> None:
     for language, text in (
         ("source", "exec(made)"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests import journals
+from tests.command_line import runner
 from tests.exporters.labels import labelled
 from tests.histories import events
 
@@ -81,3 +82,25 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(LedgerError, match="can't be read"):
         summarize([tmp_path])
+
+
+def test_a_changed_or_missing_exported_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the digests that were written beside it, which ``sha256sum -c`` reads, too."""
+    run = runner(capsys)
+    journals.golden(tmp_path / "journals")
+    run("export", tmp_path / "journals", "-o", tmp_path / "tables")
+    before = run("summary", tmp_path / "tables", "--format", "json")
+    path = tmp_path / "tables/causes.parquet"
+    whole = path.read_bytes()
+    for changed in (whole[:-1], bytes([whole[0] ^ 1, *whole[1:]]), None):
+        path.write_bytes(changed) if changed is not None else path.unlink()
+        refused = run("summary", tmp_path / "tables")
+        assert 2 == refused.code
+        assert f"{path} is not as it was exported" in refused.sentence
+    path.write_bytes(whole)
+
+    assert before == run("summary", tmp_path / "tables", "--format", "json")
+    (tmp_path / "tables/SHA256SUMS").unlink()
+    assert before == run("summary", tmp_path / "tables", "--format", "json")
