@@ -783,6 +783,9 @@ def repro(
     any_release: bool = option(
         "--any-release", "Drive the installed vLLM, although the journal is of another release."
     ),
+    scheduler: str = option(
+        "--scheduler MODULE:CLASS", "The scheduler class of the journal, if it is not vLLM's own."
+    ),
     format: str = opt.TEXT_OR_JSON,
 ) -> Answer | int:
     """Turn a finding into a small test.
@@ -803,6 +806,7 @@ def repro(
         issue=issue,
         budget=budget,
         any_release=any_release,
+        scheduler=scheduler,
         python=python,
         as_json=format == "json",
     )

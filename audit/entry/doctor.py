@@ -22,14 +22,14 @@ from ..checks.registry import catalogue
 from ..engines.content.layout import CHECKED_SPECS, STATES
 from ..engines.source_files import cache_declarations
 from ..errors import LedgerError
-from ..events import ContentWatched, EngineStarted
+from ..events import ContentWatched
 from ..faults.listing import KnownOfRelease, of_release
 from ..faults.releases import Product
 from ..hooks import EngineMismatch
 from ..journal.catalogue import ENGINE, WORKER, Catalogue
 from ..journal.listing import content_watch
-from ..journal.reader import Reader
 from ..release_semantics import limits, meanings
+from ..replay.journal_parts import engine_of
 
 JOURNALS_LOOKED_AT = 16
 """The newest journals that are searched for one of level ``content``."""
@@ -176,20 +176,12 @@ def _last_engine(directory: Path, release: str | None) -> tuple[str, dict[str, o
     """The newest journal that an engine of this release wrote here, and the engine's settings."""
     try:
         newest = next(iter(Catalogue(directory).newest_first(ENGINE)), None)
-        engine = None if newest is None else _started(newest)
+        engine = None if newest is None else engine_of(newest)
     except (LedgerError, OSError):  # there is no folder, or a live engine removes a segment meanwhile
         return "", {}
     if newest is None or engine is None or engine.version != release:
         return "", {}
     return newest.name, dict(engine.configuration)
-
-
-def _started(journal: Path) -> EngineStarted | None:
-    """The engine's description, which begins every segment."""
-    with Reader(journal) as reader:
-        batch = next(reader.poll(), None)
-    events = batch.events if batch is not None else ()
-    return next((event for event in events if isinstance(event, EngineStarted)), None)
 
 
 # --- doctor --------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from ..ledger.kv_events import (
     of_group,
 )
 from .engine_audit import EngineAudit, counted
+from .journal_parts import engine_of
 from .parallel import attempting, whole_ones
 from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside, same_port
 
@@ -363,10 +364,8 @@ class RecordedEvents(msgspec.Struct, dict=True, eq=False):
     def _is_of(self, path: Path, engine: EngineStarted) -> bool:
         """Whether a recording is of this engine, or of an engine before it at the same port."""
         try:
-            with Reader(path) as reader:
-                first = next(reader.poll(), None)
-            started = first.events[0] if first is not None else None
-            if not isinstance(started, EngineStarted) or identity_of(started) != identity_of(engine):
+            started = engine_of(path)
+            if started is None or identity_of(started) != identity_of(engine):
                 return False
             return is_live(path) or _written(path) >= self.engine_began
         except (LedgerError, OSError):

@@ -31,6 +31,7 @@ class Cut(msgspec.Struct):
     the requests that came in the stretch; the others were there before. ``target``: the number of the
     finding's request; -1 if it concerns none. ``undelivered``: steps that were in flight where the cut
     begins. ``whole``: the cut begins with the journal. ``groups``: as in Traffic; empty if not recorded.
+    ``scheduler_class``: ``MODULE:CLASS`` of the recorded scheduler, if it is not vLLM's own.
     ``chunk_tokens``: of how many tokens a multiple the connector saves; 0 if no save was recorded. ``came``
     and ``steps``: how many requests came and how many steps there were, up to the finding.
     """
@@ -48,6 +49,7 @@ class Cut(msgspec.Struct):
     chunk_tokens: int
     came: int
     steps: int
+    scheduler_class: str = ""
 
 
 def cut(seen: Seen) -> Cut:

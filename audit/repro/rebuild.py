@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ..text import printable
 from ..traffic.driver_v0 import V0Setup
 from ..traffic.engine_setup import EngineSetup
 from ..traffic.lmcache import CHUNK_TOKENS
@@ -147,6 +148,8 @@ def engine_of(cut: Cut) -> dict[str, Any]:
     if _is_v0(recorded):
         plain = {field.name: field.default for field in dataclasses.fields(V0Setup)}
         return {"scheduler": "v0"} | {n: v for n, v in settings.items() if plain.get(n, v) != v}
+    if cut.scheduler_class:
+        settings["scheduler_class"] = cut.scheduler_class
     connector = recorded.get("connector")
     if connector is not None:
         settings["connector"] = _connector(str(connector), cut.seen.id)
@@ -565,8 +568,34 @@ def _common(one: tuple[Segment, ...], other: tuple[Segment, ...]) -> int:
     return tokens
 
 
+OWN_SCHEDULERS = (None, "Scheduler", "AsyncScheduler", "DiffusionScheduler", "DiffusionAsyncScheduler")
+"""vLLM's own classes; None: a journal that does not say which class its engine had."""
+
+
+def require_scheduler(cut: Cut) -> None:
+    """Raise :class:`NotRebuilt` unless the class that would be driven is the recorded one."""
+    recorded, named = cut.configuration.get("scheduler"), cut.scheduler_class
+    if _is_v0(cut.configuration):
+        recorded = None
+    module, _, name = named.partition(":")
+    if named and not (name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+        raise NotRebuilt(
+            f"{printable(named)!r} is not MODULE:CLASS, such as my_package.scheduler:MyScheduler."
+        )
+    if not named and recorded not in OWN_SCHEDULERS:
+        raise NotRebuilt(
+            f"The journal is of the scheduler class {printable(str(recorded))}, which is not vLLM's own: "
+            "name it with --scheduler MODULE:CLASS."
+        )
+    if named and recorded != name:
+        raise NotRebuilt(
+            f"The journal is of the scheduler class {printable(str(recorded))}, and not of {name}."
+        )
+
+
 def require_rebuildable(cut: Cut) -> None:
     """Raise :class:`NotRebuilt` for a journal without steps before its finding, or with wrong settings."""
+    require_scheduler(cut)
     recorded = cut.configuration
     if not isinstance(recorded.get("groups") or 1, int):
         raise NotRebuilt("The journal's number of KV cache groups is no number.")

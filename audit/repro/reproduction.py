@@ -80,9 +80,12 @@ def reproduce(
     workers: int | None = None,
     python: str | None = None,
     any_release: bool = False,
+    scheduler: str = "",
     progress: Progress | None = None,
 ) -> Reproduction:
     """Rebuild one finding of the journals at ``path`` and shrink what leads to it.
+
+    ``scheduler``: ``MODULE:CLASS`` of the recorded scheduler, if it is not vLLM's own.
 
     ``budget``: seconds, from when vLLM is imported. ``workers`` 0 drives in this process. Ctrl-C ends the
     search and keeps the smallest workload so far.
@@ -95,6 +98,7 @@ def reproduce(
         return Reproduction(status="refused", seen=seen, release=seen.release, reason=refused)
     try:
         part = cut(seen)
+        part.scheduler_class = scheduler
         require_rebuildable(part)
     except NotRebuilt as error:
         return Reproduction(status="refused", seen=seen, release=seen.release, reason=str(error))

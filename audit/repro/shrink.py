@@ -18,7 +18,7 @@ from .drive import Outcome
 from .workers import OutOfTime, Pool
 
 _DEFAULTS = EngineSetup()
-_KEPT_SETTINGS = ("scheduler", "connector", "asynchronous", "chunk_tokens")
+_KEPT_SETTINGS = ("scheduler", "scheduler_class", "connector", "asynchronous", "chunk_tokens")
 Item = TypeVar("Item")
 replace = msgspec.structs.replace
 

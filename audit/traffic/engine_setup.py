@@ -10,6 +10,7 @@ Triton. So these are set afterwards, and the scheduler takes them from the confi
 """
 
 import functools
+import importlib
 import inspect
 import json
 import math
@@ -100,6 +101,8 @@ class EngineSetup:
     """Encoder embeddings that a step may compute and that the encoder's cache holds; 0: a model of text."""
     encoder_decoder: bool = False
     """The model is an encoder-decoder: an output serves one request, and the decoder attends to it."""
+    scheduler_class: str = ""
+    """``MODULE:CLASS`` of a scheduler that is not vLLM's own."""
     canvas: int = 0
     """Tokens of a diffusion model's canvas. A step schedules them as drafts and accepts all or none."""
 
@@ -150,6 +153,9 @@ def build_scheduler(setup: EngineSetup) -> Any:
 
 
 def _scheduler_class(setup: EngineSetup) -> Any:
+    if setup.scheduler_class:
+        module, _, name = setup.scheduler_class.partition(":")
+        return getattr(importlib.import_module(module), name)
     if setup.canvas:
         from vllm.v1.core.sched import diffusion_scheduler as diffusion  # since 0.32
 

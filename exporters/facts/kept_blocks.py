@@ -14,7 +14,7 @@ from ...audit.analysis.block_states import BlockStates, BlockUse
 from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
 from ...audit.analysis.step_times import StepTimes
 from ...audit.errors import JournalError, LedgerError
-from ...audit.journal.reader import Reader
+from ...audit.journal.folder import read
 from ...audit.ledger.blocks.contents import Contents
 from ...audit.replay.block_traces import RecordedBlocks
 from ...audit.replay.observers import Steps
@@ -138,10 +138,8 @@ def block_use(path: Path) -> BlockUse | None:
     states = BlockStates() if session is None else _state(path, session).states
     if session is None or not (session.ended or is_session(path)):
         contents = Contents() if session is None else session.audit(path, EVERYTHING).contents
-        with Reader(path, None if session is None else session.position) as journal:
-            for batch in journal.poll():
-                for event in batch.events:
-                    states.feed(event, contents.read(event))
+        for _, event in read(path, None if session is None else session.position):
+            states.feed(event, contents.read(event))
     if session is None or not states.seen:
         return states.use if states.seen else None
     read_rows = kept_rows(path, session)

@@ -13,7 +13,7 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.faults.release_rules import ReleaseRule, release_rules
-from ...audit.journal.reader import Reader
+from ...audit.journal.folder import read
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores, here
 from ...audit.replay.windows import Window
@@ -99,16 +99,15 @@ def _study(
     window: Window,
 ) -> Study:
     try:
-        with Reader(journal) as reader:
-            events = (event for batch in reader.poll() for event in batch.events)
-            return Study(
-                recording(events, since=window.since, until=window.until),
-                commands=environments.command,
-                workers=jobs or cores(),
-                closed=closed,
-                stage=stage,
-                shared=shared,
-            )
+        events = (event for _, event in read(journal))
+        return Study(
+            recording(events, since=window.since, until=window.until),
+            commands=environments.command,
+            workers=jobs or cores(),
+            closed=closed,
+            stage=stage,
+            shared=shared,
+        )
     except LedgerError as error:
         raise LedgerError(f"{name} can't be simulated: {error}") from None
 

@@ -43,6 +43,7 @@ def run(
     issue: Path | None,
     budget: str,
     any_release: bool,
+    scheduler: str,
     python: str,
     as_json: bool,
 ) -> Answer | int:
@@ -65,6 +66,7 @@ def run(
                 budget=seconds,
                 python=python or None,
                 any_release=any_release,
+                scheduler=scheduler,
                 progress=move,
             )
     except OtherRelease as differs:

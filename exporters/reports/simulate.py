@@ -14,7 +14,7 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
-from ...audit.journal.reader import Reader
+from ...audit.journal.folder import read
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores
 from ...audit.replay.request_traces import is_request_trace
@@ -146,9 +146,8 @@ def _recording(paths: Sequence[Path], window: Window) -> Source:
     journals = journals_at(paths)
     if len(journals) != 1:
         raise LedgerError(f"simulate takes one journal, and here are {len(journals)}: name one")
-    with Reader(journals[0]) as reader:
-        events = (event for batch in reader.poll() for event in batch.events)
-        return recording(events, since=window.since, until=window.until)
+    events = (event for _, event in read(journals[0]))
+    return recording(events, since=window.since, until=window.until)
 
 
 def _single(changes: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

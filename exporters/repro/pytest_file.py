@@ -152,7 +152,11 @@ def _refused(settings: dict[str, Any], v0: bool) -> str:
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     window = settings["sliding_window"]
+    own = "vllm.v1.core.sched.async_scheduler:AsyncScheduler" if settings["asynchronous"] else ""
+    module, _, subclass = (settings["scheduler_class"] or own).partition(":")
     return {
+        "subclass": subclass,
+        "subclass_module": module,
         **{name: settings[name] for name in ("asynchronous", "pooling", "drafts")},
         "eagle": bool(settings["drafts"]) and settings["drafter"] == "eagle",
         "connector": settings["connector"] == "scripted",

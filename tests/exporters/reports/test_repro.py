@@ -68,6 +68,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "issue": None,
             "budget": "120s",
             "any_release": False,
+            "scheduler": "",
             "python": "",
             "as_json": False,
         }
