@@ -1115,8 +1115,8 @@ def bisect(
     ),
     python: list[str] | None = option(
         "--python [NAME=]INTERPRETER",
-        "A Python that has a vLLM, instead of the environments of a checkout. The name is a release or any "
-        "other. Repeatable.",
+        "A Python that has a vLLM, beside those of --releases, or alone. The name is a release or any other. "
+        "Repeatable.",
     ),
     jobs: int = option("--jobs -j N", "Releases at a time. Default: one per core."),
     format: str = opt.TEXT_OR_JSON,

@@ -114,6 +114,12 @@ def run_file(file: Path, environment: Environment, limit: float = LIMIT_SECONDS)
 # --- environments ---------------------------------------------------------------------------------------
 
 
+def chosen(file: Path, releases: str, interpreters: Sequence[str]) -> list[Environment]:
+    """All environments that are named, of a checkout and the user's own; without a name, the checkout's."""
+    own = given(interpreters)
+    return [*own, *(built(file, releases) if releases or not own else ())]
+
+
 def given(words: Sequence[str]) -> list[Environment]:
     """Environments from ``NAME=INTERPRETER`` or an interpreter alone.
 

@@ -237,8 +237,8 @@ def _progress() -> Iterator[Callable[[str, int, int, int], None] | None]:
 
 
 def bisect(file: Path, releases: str, interpreters: Sequence[str], jobs: int) -> Answer:
-    """Run the file over the given interpreters, or over the environments of this checkout."""
-    environments = bisection.given(interpreters) if interpreters else bisection.built(file, releases)
+    """Run the file over the given interpreters, and over the releases named, or all, of this checkout."""
+    environments = bisection.chosen(file, releases, interpreters)
     if not console(stderr=True).is_terminal:
         return answer_of_bisection(bisection.bisect(file, environments, jobs=jobs))
     with progress("running the test", "releases") as move:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.repro.bisect import Bisection, Environment, bisect, given, run_file
+from kvledger.audit.repro import bisect as bisection
+from kvledger.audit.repro.bisect import Bisection, Environment, bisect, chosen, given, run_file
 from kvledger.exporters.reports.repro import bounds
 
 FILE = """
@@ -102,3 +104,21 @@ def test_a_path_with_an_equals_sign_is_no_name(tmp_path: Path) -> None:
     (folder / "python").write_text("#!/bin/sh\necho 0.23.0\n")
     (folder / "python").chmod(0o755)
     assert [Environment("0.23.0", (f"{folder}/python",))] == given([f"{folder}/python"])
+
+
+@pytest.mark.parametrize(
+    ("releases", "own", "names"),
+    [
+        ("", [], ["0.23.0", "0.24.0"]),
+        ("0.24.0..0.33.0", [], ["0.24.0"]),
+        ("", ["0.9.9=/mine"], ["0.9.9"]),
+        ("0.23.0", ["0.9.9=/mine"], ["0.9.9", "0.23.0"]),
+    ],
+)
+def test_releases_and_interpreters_are_all_run_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, releases: str, own: list[str], names: list[str]
+) -> None:
+    """The releases were passed over once if an interpreter was named."""
+    listed = "0.23.0 built here\n0.24.0 built here\n"
+    monkeypatch.setattr(bisection.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+    assert names == [one.release for one in chosen(Path("nowhere"), releases, own)]
