@@ -107,8 +107,8 @@ def show(
     "check http://localhost:8000",
     "check http://localhost:8000 --probe --format json",
     exit_codes=(
-        "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no vLLM server "
-        "answers there in time; 3 something can't be judged, and nothing contradicts."
+        "Exit codes: 0 the counters agree; 1 they contradict each other; 2 bad usage, or no server "
+        "of an engine answers there in time; 3 something can't be judged, and nothing contradicts."
     ),
 )
 def check(

@@ -1,4 +1,4 @@
-"""What a running vLLM server says of itself over HTTP: release, models, configuration, counters.
+"""What a running server of vLLM or SGLang says of itself over HTTP: release, models, configuration, counters.
 
 Nothing of kvledger is installed there. A server that is slow, endless or none is refused in bounded time;
 what it does not say is not known.
@@ -19,7 +19,8 @@ import msgspec
 
 from ..audit.analysis.hit_reasons import Outside, Probe
 from ..audit.errors import LedgerError
-from ..audit.foreign import Sample, Unreadable, families, number, parsed, whole_number
+from ..audit.faults.releases import Product
+from ..audit.foreign import MOST_COUNT, Sample, Unreadable, families, number, parsed, whole_number
 from ..audit.release_semantics import release
 from ..audit.text import printable
 from .http_client import check_url, fetch, shown
@@ -38,7 +39,20 @@ LARGEST_ANSWER = 1 << 20
 """Bytes of an answer to a request of ours."""
 
 PATHS = ("/metrics", "/version", "/v1/models")
-PREFIX = "vllm:"
+PREFIXES: dict[str, Product] = {"vllm:": "vllm", "sglang:": "sglang"}
+"""What the names of an engine's metrics begin with, and its product."""
+
+SGLANG = {
+    "sglang:prompt_tokens_total": "prompt_tokens",
+    "sglang:cached_tokens_total": "cached_tokens",
+    "sglang:uncached_prompt_tokens_histogram_sum": "computed_tokens",
+    "sglang:generation_tokens_total": "output_tokens",
+    "sglang:num_requests_total": "requests",
+}
+"""The figure of each SGLang counter, summed over its labels. All count a request when it ends."""
+
+SGLANG_CAPACITY = "sglang:max_total_num_tokens"
+SERVER_INFO = "/server_info"
 CACHE = "vllm:cache_config_info"
 ADAPTERS = "vllm:lora_requests_info"
 DRAFTS = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -51,7 +65,13 @@ IDENTITIES = ("process_start_time_seconds", "vllm:prompt_tokens_created")
 """Samples that stay the same while a server lives, and differ from server to server."""
 
 _DRAFTS = frozenset({DRAFTS, f"{DRAFTS}_total"})
-_WANTED = _DRAFTS | COUNTER_NAMES | {CACHE, ADAPTERS, *LENGTHS.values(), *IDENTITIES}
+_WANTED = (
+    _DRAFTS
+    | COUNTER_NAMES
+    | SGLANG.keys()
+    | {SGLANG_CAPACITY}
+    | {CACHE, ADAPTERS, *LENGTHS.values(), *IDENTITIES}
+)
 """The lines that are parsed; the histograms of many engines take seconds."""
 
 Get = Callable[[str], str]
@@ -62,6 +82,7 @@ class Scraped(NamedTuple):
 
     families: dict[str, list[Sample]]
     engines: dict[ScrapedEngine, dict[str, float]]
+    product: Product = "vllm"
 
     @property
     def identity(self) -> list[tuple[str, tuple[tuple[str, str], ...], float]]:
@@ -74,7 +95,7 @@ class Scraped(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A vLLM server. ``release`` and ``models`` are empty if it does not say them."""
+    """A server. ``release`` and ``models`` are empty if it does not say them."""
 
     url: str
     release: str
@@ -88,10 +109,19 @@ class Server(NamedTuple):
     probe: Probe | None = None
     unprobed: str = ""
     """Why a probe that was asked for could not be made, a sentence."""
+    product: Product = "vllm"
 
 
 class _Version(msgspec.Struct):
     version: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    """What SGLang says of its configuration."""
+
+    version: str = ""
+    page_size: int | None = None
+    disable_radix_cache: bool | None = None
 
 
 class _Model(msgspec.Struct):
@@ -112,7 +142,7 @@ def ask(
     pause: Callable[[float], None] = time.sleep,
     limit: float = LIMIT_SECONDS,
 ) -> Server:
-    """Ask the server at ``url``. Raises :class:`LedgerError` if no vLLM server answers in time.
+    """Ask the server at ``url``. Raises :class:`LedgerError` if no server of an engine answers in time.
 
     ``probe``: also send it four small requests, see :func:`_probed`.
     """
@@ -121,7 +151,15 @@ def ask(
     first = _scraped(base, metrics)
     named, adapters, longest = _models(models)
     pause(PAUSE_SECONDS)
-    second = _scraped(base, _all_of([base + PATHS[0]], get, ends)[0])
+    more = [base + SERVER_INFO] if first.product == "sglang" else []
+    again, *info = _all_of([base + PATHS[0], *more], get, ends)
+    second = _scraped(base, again)
+    if info:
+        number, settings = _of_sglang(*info)
+        unprobed = "Only a server of vLLM can be probed." if probe else ""
+        return Server(
+            base, number, named, settings, first, second, longest, unprobed=unprobed, product="sglang"
+        )
     number = _version(version)
     settings = _settings(second, number)
     if adapters:
@@ -141,6 +179,8 @@ def ask(
 def outside(server: Server, engine: ScrapedEngine) -> Outside:
     """What one engine of the server tells of itself."""
     families, figures = server.second.families, server.second.engines[engine]
+    if server.product == "sglang":
+        return _outside_of_sglang(server, figures)
     labels = _cache(server.second, engine.number)
 
     def samples(name: str) -> list[tuple[dict[str, str], float]]:
@@ -320,20 +360,71 @@ def _scraped(base: str, text: str | Exception) -> Scraped:
     if isinstance(text, TimeoutError) or "timed out" in str(text):
         raise LedgerError(f"{url} does not answer in {LIMIT_SECONDS:g} seconds.")
     if isinstance(text, urllib.error.HTTPError):
-        raise LedgerError(f"{url}/metrics answers with status {text.code}: this is no vLLM server.")
+        raise LedgerError(
+            f"{url}/metrics answers with status {text.code}: this is no server of vLLM or SGLang."
+        )
     if isinstance(text, Exception):
         reason = getattr(text, "reason", None) or text
         raise LedgerError(
             f"{url} can't be read: {printable(getattr(reason, 'strerror', None) or str(reason))}."
         )
-    if PREFIX not in text:
+    product = next((PREFIXES[prefix] for prefix in PREFIXES if prefix in text), None)
+    if product is None:
         raise LedgerError(
-            f"{url}/metrics has no metric of vLLM: this is no vLLM server, or its metrics are off."
+            f"{url}/metrics has no metric of vLLM or SGLang: no server of them, or its metrics are off."
         )
     try:
-        return Scraped(families(text, _WANTED), counters(text, base))
+        found = families(text, _WANTED)
+        engines = counters(text, base) if product == "vllm" else _sglang_counters(found, base)
+        return Scraped(found, engines, product)
     except Unreadable as error:
         raise LedgerError(f"{url}/metrics is no text of metrics: it {error}.") from None
+
+
+def _sglang_counters(found: Mapping[str, list[Sample]], base: str) -> dict[ScrapedEngine, dict[str, float]]:
+    engines: dict[ScrapedEngine, dict[str, float]] = {}
+    for samples in found.values():
+        for name, labels, value in samples:
+            if name not in SGLANG:
+                continue
+            if not abs(value) < MOST_COUNT:
+                raise Unreadable(f"has a counter {name} that is no count")
+            engine = ScrapedEngine(base, labels.get("dp_rank", "0"), labels.get("model_name", ""))
+            figures = engines.setdefault(engine, {})
+            figures[SGLANG[name]] = figures.get(SGLANG[name], 0.0) + value
+    for figures in engines.values():  # a counter with labels is not there before its first sample
+        figures.setdefault("cached_tokens", 0.0)
+    return engines
+
+
+def _of_sglang(text: str | Exception = "") -> tuple[str, dict[str, object]]:
+    """The release and the settings that SGLang tells."""
+    try:
+        info = parsed(text, _ServerInfo) if isinstance(text, str) else _ServerInfo()
+    except Unreadable:
+        info = _ServerInfo()
+    settings: dict[str, object] = {} if info.page_size is None else {"block_size": info.page_size}
+    if info.disable_radix_cache is not None:
+        settings["prefix_caching"] = not info.disable_radix_cache
+    return (printable(info.version) if release(info.version) else ""), settings
+
+
+def _outside_of_sglang(server: Server, figures: Mapping[str, float]) -> Outside:
+    prompt, cached = figures.get("prompt_tokens", 0.0), figures.get("cached_tokens")
+    capacity = [each.value for each in server.second.families.get(SGLANG_CAPACITY, ())]
+    unit, caching = server.settings.get("block_size"), server.settings.get("prefix_caching")
+    return Outside(
+        prefix_caching=caching if isinstance(caching, bool) else None,
+        unit=unit if isinstance(unit, int) else None,
+        longest=server.longest,
+        capacity=round(capacity[0]) if capacity else None,
+        queried=prompt,
+        hits=cached,
+        computed=None if cached is None else prompt - cached + figures.get("output_tokens", 0.0),
+        prompts=figures.get("requests", 0.0),
+        prompt_tokens=prompt,
+        engines=len(server.second.engines),
+    )
 
 
 def _version(text: str | Exception) -> str:

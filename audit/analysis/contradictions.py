@@ -48,21 +48,29 @@ PROMPTS = (
     Relation(("local_tokens", "external_tokens"), ("cached_tokens",), equal=True),
 )
 
+SGLANG = (
+    Relation(("cached_tokens",), ("prompt_tokens",)),
+    Relation(("cached_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
+)
 OUTPUTS = Relation(("ended_output_tokens",), ("output_tokens",))
 """The outputs of ended requests are among all outputs."""
 
 
-def relations(words: Mapping[str, str]) -> tuple[Relation, ...]:
-    """What must hold in a release: ``words`` say what its figures mean."""
+def relations(words: Mapping[str, str], product: str = "vllm") -> tuple[Relation, ...]:
+    """What must hold in a release of an engine: ``words`` say what its figures mean."""
+    if product == "sglang":
+        return SGLANG
     return (*LOOKUPS, *PROMPTS) if sources_add_up(words) else LOOKUPS
 
 
-def contradictions(first: Figures, second: Figures, words: Mapping[str, str]) -> Iterator[Contradiction]:
+def contradictions(
+    first: Figures, second: Figures, words: Mapping[str, str], product: str = "vllm"
+) -> Iterator[Contradiction]:
     """What can't be true of one engine that answered ``first`` and then ``second``."""
     for figure, before in first.items():
         if figure in second and second[figure] < before:
             yield Contradiction((figure,), before, (figure,), second[figure])
-    for figures, limits, equal in (*relations(words), OUTPUTS):
+    for figures, limits, equal in (*relations(words, product), OUTPUTS):
         if not {*figures, *limits} <= first.keys() & second.keys():
             continue
         for lesser, more in ((figures, limits), (limits, figures))[: 1 + equal]:

@@ -82,7 +82,11 @@ def reasons(engine: Outside, probe: Probe | None = None) -> list[Reason]:
     hit = share(engine)
     if engine.prefix_caching is False:
         return [
-            Reason("caching-off", "Prefix caching is off.", "Start the engine with --enable-prefix-caching.")
+            Reason(
+                "caching-off",
+                "Prefix caching is off.",
+                "Start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache.",
+            )
         ]
     found = list(_probed(engine, probe)) if probe is not None else []
     if hit is not None and hit >= LOW_SHARE:

@@ -1,4 +1,4 @@
-"""What `kvledger check` finds in a vLLM server in which nothing of kvledger is installed."""
+"""What `kvledger check` finds in a server of vLLM or SGLang in which nothing of kvledger is installed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ...audit.analysis.contradictions import Contradiction, contradictions, rela
 from ...audit.analysis.hit_reasons import Probe, Reason, reasons, share
 from ...audit.checks.figures import FIGURES
 from ...audit.faults.listing import KnownOfRelease, of_release
+from ...audit.faults.releases import NAMES, Product
 from ...audit.release_semantics import meanings
 from ...audit.text import printable
 from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed
 from ..http_client import shown
-from ..served_engine import Server, outside
+from ..served_engine import SGLANG, Server, outside
 from .faults import fault_sentence
 
 HOOKS_TELL = (
@@ -26,6 +27,7 @@ HOOKS_TELL = (
 )
 """What an engine's own endpoints can't say."""
 
+SGLANG_NAMES = {figure: name for name, figure in SGLANG.items()}
 COUNTER = {row.figure: row.counter for figure in FIGURES for row in figure.compared} | {
     "ended_output_tokens": "vllm:request_generation_tokens_sum"
 }
@@ -63,11 +65,13 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[str]
     faults: KnownOfRelease | None
     probe: Probe | None
+    product: Product = "vllm"
 
 
 def checked(server: Server) -> Checked:
     """Judge what a server said."""
-    words = {figure: row.word for figure, row in meanings(server.release).items()}
+    product = server.product
+    words = {figure: row.word for figure, row in meanings(server.release, engine=product).items()}
     same = server.first.identity == server.second.identity
     engines = [
         CheckedEngine(
@@ -75,14 +79,16 @@ def checked(server: Server) -> Checked:
             model=printable(engine.model),
             counters=last,
             grew={name: last[name] - first[name] for name in last.keys() & first.keys()} if same else {},
-            contradictions=[_says(one) for one in contradictions(first, last, words)] if same else [],
+            contradictions=[_says(one, product) for one in contradictions(first, last, words, product)]
+            if same
+            else [],
             hit_share=share(told := outside(server, engine)),
             reasons=reasons(told, server.probe),
         )
         for engine, last in sorted(server.second.engines.items())
         if (first := server.first.engines.get(engine)) is not None
     ]
-    faults = of_release("vllm", server.release, server.settings) if server.release else None
+    faults = of_release(product, server.release, server.settings) if server.release else None
     unknown = list(_unknown(server, same=same, engines=engines, words=words, faults=faults))
     violated = any(engine.contradictions for engine in engines)
     return Checked(
@@ -95,6 +101,7 @@ def checked(server: Server) -> Checked:
         unknown=unknown,
         faults=faults,
         probe=server.probe,
+        product=product,
     )
 
 
@@ -116,20 +123,23 @@ def _unknown(
         yield "The server does not say its release, so no known fault and no sum of its figures is known."
     elif not faults.is_examined:
         yield faults.says
-    for relation in relations(words) if same else ():
+    for relation in relations(words, server.product) if same else ():
         figures = {*relation.figures, *relation.limits}
         if engines and not any(figures <= engine.grew.keys() for engine in engines):
-            yield f"The server does not count {listed(sorted(map(_name, figures)))}."
+            names = sorted(_name(each, server.product) for each in figures)
+            yield f"The server does not count {listed(names)}."
 
 
-def _name(figure: str) -> str:
+def _name(figure: str, product: str) -> str:
+    if product == "sglang":
+        return SGLANG_NAMES[figure]
     name, source = COUNTER[figure], SOURCE.get(figure)
     return f'{name}{{source="{source}"}}' if source else name
 
 
-def _says(found: Contradiction) -> str:
+def _says(found: Contradiction, product: str) -> str:
     """``vllm:prefix_cache_hits_total is 12 and can't exceed vllm:prefix_cache_queries_total, later 10``."""
-    names, limits = ([*map(_name, each)] for each in (found.figures, found.limits))
+    names, limits = ([_name(figure, product) for figure in each] for each in (found.figures, found.limits))
     if found.figures == found.limits:
         return f"{names[0]} fell from {found.sum:,.0f} to {found.limit:,.0f}."
     return (
@@ -143,6 +153,8 @@ def _says(found: Contradiction) -> str:
 
 def answer(result: Checked) -> Answer:
     """The verdict, contradictions, hit shares, known faults, and what only hooks can tell."""
+    if result.product == "sglang":
+        return Answer(result, list(_sentences(result)), [_of_sglang(result), *_faults(result.faults)])
     names = [
         f"{cache}_{what}" for cache in ("local", "external") for what in ("hit_tokens", "queried_tokens")
     ]
@@ -169,6 +181,19 @@ def answer(result: Checked) -> Answer:
     )
 
 
+def _of_sglang(result: Checked) -> Table:
+    rows = [
+        (
+            f"{engine.engine} {engine.model}".strip(),
+            engine.share("cached_tokens", "prompt_tokens"),
+            *(engine.counters.get(name) for name in ("prompt_tokens", "output_tokens", "requests")),
+        )
+        for engine in result.engines
+    ]
+    columns = "engine | cached:% | prompt tokens:,.0f | output tokens:,.0f | requests:,.0f"
+    return Table(rows, columns, "Of the requests that ended since the start")
+
+
 def _sentences(result: Checked) -> Iterator[str]:
     wrong = [f"engine {engine.engine}: {each}" for engine in result.engines for each in engine.contradictions]
     says = {
@@ -176,7 +201,8 @@ def _sentences(result: Checked) -> Iterator[str]:
         "violated": f"{counted(len(wrong), 'contradiction')} between the engine's own counters",
         "unknown": "not everything can be judged",
     }[result.verdict]
-    release = f"vLLM {result.release}" if result.release else "a vLLM of unknown release"
+    product = NAMES[result.product]
+    release = f"{product} {result.release}" if result.release else f"{product} of unknown release"
     models = f" with {listed(result.models)}" if result.models else ""
     known = ", ".join(
         "a connector" if name == "connector" else f"{name} {value}"
@@ -217,5 +243,6 @@ def _faults(known: KnownOfRelease | None) -> Iterator[Part]:
     yield Lines([f"- {fault_sentence(row)}" for row in here], has)
     yield Lines([f"- {fault_sentence(row)}" for row in maybe], may)
     how_sure = f"{known.says} " if known.says else ""
-    links = f"{how_sure}kvledger doctor faults --vllm {known.release} has links, and {drifts} of figures."
+    command = f"kvledger doctor faults --{known.product} {known.release}"
+    links = f"{how_sure}{command} has links, and {drifts} of figures."
     yield Lines([*([] if rows else [f"{known.name} has no known fault."]), Words(links, DIM)])

@@ -34,7 +34,7 @@ def changed(name: str, value: float, text: str = RECORDED) -> str:
 
 @contextmanager
 def serving(
-    *metrics: str, version: str = "0.32.0", models: Any = MODELS, seconds: float = 0
+    *metrics: str, version: str = "0.32.0", models: Any = MODELS, seconds: float = 0, info: Any = None
 ) -> Iterator[str]:
     """A server that answers /metrics with each of these texts in turn; its address."""
     texts = list(metrics)
@@ -46,6 +46,7 @@ def serving(
                 "/metrics": lambda: texts.pop(0) if len(texts) > 1 else texts[0],
                 "/version": lambda: json.dumps({"version": version}),
                 "/v1/models": lambda: json.dumps(models),
+                "/server_info": lambda: json.dumps(info),
             }
             if self.path not in pages:
                 self.send_error(404)
@@ -241,3 +242,42 @@ def test_a_server_that_does_not_answer_is_refused_in_time(
         found = check(url)
     assert 3.9 < time.monotonic() - began < HANGS
     assert (2, f"{url} does not answer in 4 seconds.\n") == (found.code, found.err)
+
+
+# --- SGLang ---------------------------------------------------------------------------------------------
+
+SGLANG = (Path(__file__).parent / "served/metrics-sglang-0.5.23.txt").read_text()
+"""What the collector of SGLang 0.5.23 tells of three requests."""
+
+
+def test_a_server_of_sglang_is_checked(check: Callable[..., Outcome]) -> None:
+    with serving(SGLANG, info={"version": "0.5.23", "page_size": 16, "disable_radix_cache": False}) as url:
+        found, text = data(check(url, "--format", "json")), check(url)
+    assert ("sglang", "0.5.23", "clean") == (found["product"], found["release"], found["verdict"])
+    assert {"block_size": 16, "prefix_caching": True} == found["settings"]
+    assert text.out.startswith("clean: the counters agree with each other. 35.8 % of the prompt tokens hit.")
+    assert "SGLang 0.5.23" in text.out
+
+
+@pytest.mark.parametrize(("cached", "code"), [(704, 1), (768, 0), (832, 1)])
+def test_cached_and_computed_tokens_of_sglang_sum_to_the_prompt(
+    check: Callable[..., Outcome], cached: int, code: int
+) -> None:
+    with serving(
+        changed('sglang:cached_tokens_total{cache_source="device"', cached, SGLANG),
+        info={"version": "0.5.23"},
+    ) as url:
+        found = check(url)
+    assert code == found.code
+    assert not code or "sglang:cached_tokens_total" in found.out
+
+
+def test_sglang_without_its_tree_has_no_hits_for_one_reason(check: Callable[..., Outcome]) -> None:
+    with serving(SGLANG, info={"version": "0.5.23", "disable_radix_cache": True}) as url:
+        assert "Prefix caching is off." in check(url).out
+
+
+def test_a_probe_of_sglang_is_refused_in_a_sentence(check: Callable[..., Outcome]) -> None:
+    with serving(SGLANG, info={"version": "0.5.23"}) as url:
+        found = check(url, "--probe")
+    assert (3, True) == (found.code, "Only a server of vLLM can be probed." in found.out)
