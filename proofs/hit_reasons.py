@@ -28,6 +28,32 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Uncounted
 """
 """A scheduler class of a plugin whose engine counts no lookup."""
 
+LIMITED = """
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Uncounted
+
+ends = set()
+find = UnitaryKVCacheCoordinator.find_longest_cache_hit
+
+def limited(self, hashes, most):
+    size = self.block_size
+    found, known = find(self, hashes, most), set(ends)
+    ends.add(hashes[most // size - 1] if most >= size else None)
+    return find(self, hashes, {limit})
+
+UnitaryKVCacheCoordinator.find_longest_cache_hit = limited
+"""
+"""The same of one whose engine hits ``limit`` tokens at most, as engines with a drafter or with states do.
+
+``found[1]`` are the tokens that hit, and ``known`` the last blocks of the prompts before.
+"""
+
+DROPPED = LIMITED.replace("{limit}", "max(0, found[1] - 1)")
+AT_ENDS = LIMITED.replace(
+    "{limit}", "max([n * size for n in range(1, found[1] // size + 1) if hashes[n - 1] in known], default=0)"
+)
+LARGER = LIMITED.replace("{limit}", "found[1] // (3 * size) * (3 * size)")
+
 
 class Served(Engine):
     """A server without kvledger, with its own options instead of a connector."""
@@ -113,6 +139,9 @@ PLANTED = {
     "different prompts, without details": Planted("nothing-shared", different, {}, ()),
     "salts": Planted("nothing-shared", salted),
     "two engines": Planted("spread", different, {"data-parallel-size": 2}),
+    "a drafter's last block": Planted("last-unit-dropped", different, {}, (DETAILS,), DROPPED),
+    "states where prompts ended": Planted("few-states", different, {}, (DETAILS,), AT_ENDS),
+    "hits of three blocks": Planted("larger-unit", different, {}, (DETAILS,), LARGER),
     "a plugin": Planted("not-counted", equal, {}, (DETAILS,), UNCOUNTED),
 }
 

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.serving.chat_model import word, write_tokenizer
 from tests.serving.processes import BLOCK_TOKENS, Engine
 from tests.time_limits import RUN_HANGS
 
 pytestmark = pytest.mark.serving
 
 PLAIN, SAMPLED, BATCHED, STREAMED, GIVEN_UP, REPEATED = 24, 10, 10, 6, 2, 2
+PATHS = ("/v1/messages", "/v1/chat/completions", "/v1/responses")
+IN_WORDS = 3 * len(PATHS)
+"""Each path gets a prompt, the same again, and the same as a stream."""
 
 
 class LoggedEngine(Engine):
@@ -27,6 +31,8 @@ class LoggedEngine(Engine):
         place = command.index("--kv-transfer-config")
         del command[place : place + 2]
         command[command.index("--num-gpu-blocks-override") + 1] = "256"
+        command.remove("--skip-tokenizer-init")
+        write_tokenizer(self.folder / "model")
         middleware = "kvledger.exporters.usage_middleware.UsageLog"
         return [*command, "--enable-prompt-tokens-details", "--middleware", middleware]
 
@@ -35,10 +41,24 @@ class LoggedEngine(Engine):
 
     def call(self, request_id: str, prompt: Any, **more: Any) -> bytes:
         """The whole body of the answer to one completion."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+        return self.post("/v1/completions", request_id, asked | more)
+
+    def ask_in_words(self, path: str, request_id: str, text: str, *, stream: bool) -> bytes:
+        """The same, of an endpoint that takes words."""
+        most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        asked: dict[str, Any] = {"model": "tiny", most: 4, "stream": stream}
+        asked |= (
+            {"input": text} if path == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
+        )
+        asked |= {"stream_options": {"include_usage": True}} if stream and "chat" in path else {}
+        return self.post(path, request_id, asked)
+
+    def post(self, path: str, request_id: str, asked: dict[str, Any]) -> bytes:
+        """The whole body of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        connection.request("POST", "/v1/completions", json.dumps(asked | more), headers)
+        connection.request("POST", path, json.dumps(asked), headers)
         with connection.getresponse() as response:
             body = response.read()
             assert 200 == response.status, body
@@ -71,6 +91,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             engine.give_up(tokens(300, 2), 200)
         for _ in range(REPEATED):
             engine.call("repeated", tokens(400, 2))
+        for place, path in enumerate(PATHS):
+            text = " ".join(map(word, tokens(500 + place, 2)))
+            for number in range(IN_WORDS // len(PATHS)):
+                engine.ask_in_words(path, f"words-{place}-{number}", text, stream=number == 2)
         engine.terminate()
         yield folder
     finally:
@@ -100,10 +124,20 @@ def test_every_call_is_equal_or_has_a_cause(folder: Path) -> None:
     code, result = usage(folder, folder / "usage.jsonl")
 
     assert 0 == code
-    assert PLAIN + SAMPLED + BATCHED + STREAMED + REPEATED == sum(result["calls"].values())
+    calls = PLAIN + SAMPLED + BATCHED + STREAMED + REPEATED + IN_WORDS
+    assert calls == sum(result["calls"].values())
     assert {"one-sample": SAMPLED, "one-prompt": BATCHED} == result["causes"]
-    assert PLAIN + STREAMED + REPEATED == result["calls"]["equal"]
+    assert PLAIN + STREAMED + REPEATED + IN_WORDS == result["calls"]["equal"]
     assert ["aborted"] * GIVEN_UP == [each["outcome"] for each in result["unlogged"]]
+
+
+def test_messages_chat_and_responses_tell_what_was_read_from_the_cache(folder: Path) -> None:
+    """The second and the third call of each endpoint hit both blocks, also as a stream."""
+    _, result = usage(folder, folder / "usage.jsonl")
+    rows = result["rows"][-IN_WORDS:]
+
+    assert [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS] * len(PATHS) == [row["told_cached"] for row in rows]
+    assert [row["prompt"] for row in rows] == [row["told_prompt"] for row in rows]
 
 
 def test_a_changed_figure_is_unexplained(folder: Path, tmp_path: Path) -> None:
