@@ -216,9 +216,14 @@ def _object_or_empty(value: object) -> dict[str, Any]:
 def _first(record: Mapping[str, Any], paths: Sequence[str]) -> object:
     """The first value that is there; gateways write ``-`` for none."""
     for path in paths:
-        value: Any = record
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
+        if "/" not in path:
+            value: Any = record.get(path)
+        else:
+            value = record
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+                if value is None:
+                    break
         if value not in (None, "", "-"):
             return value
     return None

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..client_ids import Part, part_of
-from ..ledger.account import AccountStatement
+from ..ledger.account import NOTHING, AccountStatement
 
 PREFILL, DECODE = "prefill", "decode"
 """Roles of the two requests of one prompt in two engines. A request that one engine serves has no role."""
@@ -101,12 +101,16 @@ class CallFigures(NamedTuple):
     """Tokens of its requests that count nowhere else in the call, by cause, see :func:`not_counted`."""
 
 
-def calls_of(found: Iterable[FoundRequests], *, suffixed: bool) -> list[list[CallRequest]]:
+def calls_of(found: Sequence[FoundRequests], *, suffixed: bool) -> list[list[CallRequest]]:
     """The calls of one id, in the order of arrival. Several: the client used the id again.
 
     The n-th request for a prompt and sample belongs to the n-th call; a prefill engine and the decode engine
     that it hands KV over to count as one. ``suffixed``: see :func:`part_of`.
     """
+    if len(found) == 1:  # as nearly all calls are
+        account = found[0].account
+        part = part_of(account.request_id, suffixed=suffixed)
+        return [[_request(part, found[0], _own_role(account))]]
     arrived = sorted(
         ((part_of(each.account.request_id, suffixed=suffixed), each) for each in found), key=_arrival
     )
@@ -194,6 +198,9 @@ def _request(part: Part, found: FoundRequests, role: str) -> CallRequest:
 def figures(requests: Iterable[CallRequest]) -> CallFigures:
     """The figures of one call."""
     every = list(requests)
+    if len(every) == 1:
+        one = every[0]
+        return CallFigures(1, 1, one.account.prompt_tokens, one.cached, one.output_tokens, one.known, NOTHING)
     by_prompt = prompts_of(every)
     answers = [request for samples in by_prompt.values() for request in answering(samples)]
     return CallFigures(

@@ -119,7 +119,7 @@ def _probed(engine: Outside, probe: Probe) -> Iterator[Reason]:
                 f"A prompt of {whole + 1:,} tokens that was sent twice did not hit.",
                 "The caches of this engine agree on nothing shorter, or it does not cache: see its log.",
             )
-    elif again == whole - unit:
+    elif again == whole - unit and half == max(0, probe.units // 2 - 1) * unit:
         yield Reason(
             "last-unit-dropped",
             f"Of an equal prompt the last {unit:,} tokens are computed again, which a drafter needs.",

@@ -23,6 +23,7 @@ Causes of ``prompt`` and ``output``:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -75,16 +76,20 @@ class Usage(NamedTuple):
     """Calls of the trace that no line of the log tells of, such as an attempt that a gateway repeated."""
 
 
+NOT_FOUND: tuple[int, list[FoundRequests]] = sys.maxsize, []
+"""Of an id that names no account; nobody changes it."""
+
+
 class CallIndex:
     """Finds the requests of the calls in a log, and of calls that no line names; holds their accounts."""
 
     def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
         self._suffixed = suffixed
         """Whether the engine's release appends random digits to ids."""
-        self._by_name: dict[str, dict[int, list[FoundRequests]]] = {
-            name: {} for each in told for name in each.names
+        self._by_name: dict[str, tuple[int, list[FoundRequests]]] = {
+            name: NOT_FOUND for each in told for name in each.names
         }
-        """Accounts by each id in the log, and how exactly the id names them."""
+        """By each id in the log: how exactly it names accounts, and those that it names most exactly."""
         self._others: dict[str, list[FoundRequests]] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
@@ -102,21 +107,23 @@ class CallIndex:
         call = ""
         for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
             call = name if place == 1 and not call else call
-            accounts = self._by_name.get(name)
-            if accounts is not None:
-                named = True
-                same = accounts.setdefault(place, [])
-                if found not in same[-1:]:
-                    same.append(found)
+            known = self._by_name.get(name)
+            if known is None:
+                continue
+            named = True
+            if place < known[0]:
+                self._by_name[name] = place, [found]
+            elif place == known[0] and found not in known[1][-1:]:
+                known[1].append(found)
         if not named:
             self._others.setdefault(call, []).append(found)
 
     def calls(self, names: Iterable[str]) -> list[list[CallRequest]]:
         """The calls that the first known one of ``names`` means; several if the id was used again."""
         for name in names:
-            ranks = self._by_name.get(name)
-            if ranks:
-                return calls_of(ranks[min(ranks)], suffixed=self._suffixed)
+            _, accounts = self._by_name.get(name, NOT_FOUND)
+            if accounts:
+                return calls_of(accounts, suffixed=self._suffixed)
         return []
 
     def others(self) -> Iterator[list[CallRequest]]:
@@ -128,22 +135,27 @@ class CallIndex:
 def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
     """Compare each line of a log with its call. A call is taken by one line; one that says the same is a
     copy."""
-    taken: set[str] = set()
-    said: set[Told] = set()
+    taken: dict[int, tuple[Told, ...]] = {}
+    untraced: set[Told] = set()
     rows: list[Reconciled] = []
-    unlogged: dict[str, list[CallRequest]] = {}
+    unlogged: dict[int, list[CallRequest]] = {}
     for each in told:
         every = index.calls(each.names)
         free = [call for call in every if _key(call) not in taken]
-        unlogged |= {_key(call): call for call in every}
-        same = each._replace(line=0)
-        if same in said and not free:
-            rows.append(Reconciled(each, REPEATED, (), None, ()))
-            continue
-        said.add(same)
+        if not free:
+            same = each._replace(line=0)
+            earlier = (told for call in every for told in taken[_key(call)])
+            if same in untraced or any(told._replace(line=0) == same for told in earlier):
+                rows.append(Reconciled(each, REPEATED, (), None, ()))
+                continue
+            if not every:
+                untraced.add(same)
         rows.append(_row(each, free or every))
         if rows[-1].requests:
-            taken.add(_key(rows[-1].requests))
+            key = _key(rows[-1].requests)
+            taken[key] = (*taken.get(key, ()), each)
+        if len(every) > 1:
+            unlogged |= {_key(call): call for call in every}
     left = [call for key, call in unlogged.items() if key not in taken]
     return Usage(rows, [*left, *index.others()])
 
@@ -201,8 +213,9 @@ def differences(usage: Usage) -> list[Difference]:
     return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:4]))
 
 
-def _key(call: Sequence[CallRequest]) -> str:
-    return f"{call[0].account.request_id} {call[0].account.added_at}"
+def _key(call: Sequence[CallRequest]) -> int:
+    """The index holds the accounts, so each has an identity of its own."""
+    return id(call[0].account)
 
 
 def _row(told: Told, calls: list[list[CallRequest]]) -> Reconciled:

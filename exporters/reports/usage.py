@@ -68,7 +68,7 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
             if index is None:
                 index = CallIndex(log.told, suffixed=audit.random_suffixes)
             began, tenant = audit.began_seconds or 0.0, tenant_of(account.labels)
-            index.add(account.freeze(), audit.name, audit.kv_role, began, tenant)
+            index.add(account.freeze(brief=True), audit.name, audit.kv_role, began, tenant)
     return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
 
 

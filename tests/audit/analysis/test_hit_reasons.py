@@ -62,6 +62,7 @@ def test_what_metrics_show(changes: dict[str, float], expected: list[str]) -> No
         ({"again": 0, "last_differs": 0, "half": 0}, "never-hits"),
         ({"again": 0, "last_differs": 0, "half": 0, "spread": True}, "spread"),
         ({"again": 48, "last_differs": 48, "half": 16}, "last-unit-dropped"),
+        ({"again": 48, "last_differs": 48, "half": 0}, "larger-unit"),
         ({"last_differs": 48}, "next-token-hashed"),
         ({"half": 0}, "few-states"),
         ({"again": 32, "last_differs": 32}, "larger-unit"),
