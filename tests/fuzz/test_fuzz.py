@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
-from tests.fuzz import foreign
+from tests.fuzz import foreign, kills
 from tests.fuzz.run import results, summary
 
 JOURNALS = 2_000
@@ -38,3 +41,9 @@ def test_some_mutated_text_of_others_is_read_or_refused() -> None:
 
     assert [] == wrong
     assert set(foreign.READERS) == {name.partition(":")[0] for name in counts}
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("kind", kills.KINDS)
+def test_what_is_killed_loses_and_doubles_nothing(kind: str, tmp_path: Path) -> None:
+    assert [] == kills.KINDS[kind](8, random.Random(8), tmp_path)

@@ -1,0 +1,194 @@
+"""Kill engines, recorders of KV events and compactions at any instant: ``python -m tests.fuzz.kills 100``.
+
+Each process is killed by SIGKILL after a random time. A follower reads all along. What must hold: no counter
+falls, no request and no batch counts twice, and what was flushed before the kill counts. Prints a line for
+each kind; returns 1 if something did not hold. The sidecar has a test of its own
+(``KVLEDGER_KILLS=100 pytest -m crash tests/exporters/sidecar/test_crash.py``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from tests import journals
+from tests.exporters.facts.test_compact import Engine
+from tests.exporters.test_kv_events import KEY, message
+
+from kvledger.audit import events as ev
+from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.recorder import Recorder
+from kvledger.audit.replay.atomic_files import FOLDER
+from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.dataset import facts
+from kvledger.exporters.kv_events import EventRecorder, Received
+from kvledger.exporters.sidecar.follower import Follower
+
+SECONDS = 0.4
+"""The longest time until a process is killed."""
+
+
+def killed(work: Callable[..., None], rng: random.Random, *arguments: Any) -> int:
+    """Run the work in a process and kill it; returns the number that it reported last as flushed."""
+    reported = multiprocessing.Value("q", 0)
+    child = os.fork()
+    if not child:
+        try:
+            work(reported, *arguments)
+        finally:
+            os._exit(0)
+    time.sleep(rng.random() * SECONDS)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "it ended by itself"
+    return int(reported.value)
+
+
+# --- engines ------------------------------------------------------------------------------------------
+
+
+def serve(reported: Any, folder: Path) -> None:
+    """An engine that adds and ends one request after the other, and flushes now and then."""
+    recorder, began = Recorder(folder, flush_seconds=0.01), time.monotonic()
+    recorder.restart(replace(journals.STARTED, process_id=os.getpid()), ev.Snapshot(0, 0, [], 0))
+    for number in count():
+        at = int((time.monotonic() - began) * 1e6)
+        recorder.record(ev.RequestAdded(at, number, f"{folder.name}-{number}", 17))
+        recorder.record(ev.Finished(at, number, "abort", 0, 0, 0, 0, 0))
+        if number % 50 == 49 and recorder.flush():
+            reported.value = number + 1
+        time.sleep(0.0002)
+
+
+def ended(follower: Follower) -> int:
+    """The requests that have ended, in what the sidecar exports."""
+    return sum(audit.closed.requests for audit in follower.audits)
+
+
+def kill_engines(number: int, rng: random.Random, root: Path) -> list[str]:
+    """The figures of the follower never fall, and in the end they are those of the journals, each once."""
+    wrong, flushed, last = [], 0, 0
+    follower = Follower(root)
+    for kill in range(number):
+        flushed += killed(serve, rng, root / f"engine-{kill}-{kill}-0")
+        follower.poll()
+        now = ended(follower)
+        if now < max(last, flushed):
+            wrong.append(f"engine {kill}: {now:,} requests, {last:,} before, {flushed:,} flushed")
+        last = now
+    with facts([root]) as found:
+        ((rows, different),) = found.rows("select count(*), count(distinct request_id) from requests")
+    if not rows == different >= last:
+        wrong.append(f"{rows:,} rows of {different:,} requests, {last:,} in the sidecar")
+    print(f"engines: {number:,} kills, {flushed:,} requests flushed before them, {last:,} counted, each once")
+    follower.close()
+    return wrong
+
+
+# --- recorders of KV events ---------------------------------------------------------------------------
+
+
+class Endless:
+    """A publisher that repeats what it sent, from any number on."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def next(self) -> Received:
+        time.sleep(0.0005)
+        self._next += 1
+        return message(self._next - 1, self._next * 1e-3)
+
+    def replayed(self, first: int) -> list[Received]:
+        return [message(number, number * 1e-3, replayed=True) for number in range(first, self._next)]
+
+
+def record(reported: Any, folder: Path) -> None:
+    recorder = EventRecorder(folder, Endless(), KEY, "tcp://localhost:5557")
+    threading.Thread(target=recorder.run, args=(threading.Event(),), daemon=True).start()
+    while True:
+        batches = recorder.sums.batches
+        if recorder._recorder.flush():
+            reported.value = batches
+        time.sleep(0.005)
+
+
+def kill_recorders(number: int, rng: random.Random, root: Path) -> list[str]:
+    """Each journal has the batches from the first one on, in order and once, and all that were flushed."""
+    wrong, total = [], 0
+    for kill in range(number):
+        folder = root / str(kill)
+        flushed = killed(record, rng, folder)
+        found = [path for path in folder.glob("*") if any(path.glob("*.kvl"))] if folder.exists() else []
+        events = [event for path in found for _, event in read(path)]
+        batches = [event.sequence for event in events if isinstance(event, ev.KVEventsReceived)]
+        total += len(batches)
+        if batches != list(range(len(batches))) or len(batches) < flushed:
+            wrong.append(f"recorder {kill}: {len(batches):,} batches, {flushed:,} flushed")
+    print(f"recorders of KV events: {number:,} kills, {total:,} batches, each once and in order")
+    return wrong
+
+
+# --- compactions --------------------------------------------------------------------------------------
+
+
+def keep(_: Any, journal: Path) -> None:
+    while True:
+        compact(journal)
+
+
+def kill_compactions(number: int, rng: random.Random, root: Path) -> list[str]:
+    """The rows after each kill are those of the journal alone."""
+    wrong = []
+    engine = Engine(root / "journals", 40 * number)
+    for kill in range(number):
+        engine.write(3)
+        killed(keep, rng, engine.path)
+        kept = rows(root / "journals")
+        (root / "journals" / FOLDER).mkdir(mode=0o700, exist_ok=True)
+        (root / "journals" / FOLDER).rename(root / "aside")
+        expected = rows(root / "journals")
+        (root / "aside").rename(root / "journals" / FOLDER)
+        if kept != expected:
+            wrong.append(f"compaction {kill}: {len(kept):,} requests, {len(expected):,} without kept rows")
+    engine.stop()
+    problem = compact(engine.path).problem
+    print(f"compactions: {number:,} kills, {len(rows(root / 'journals')):,} requests, each once {problem}")
+    return wrong + [problem] * bool(problem)
+
+
+def rows(folder: Path) -> list[Any]:
+    with facts([folder]) as found:
+        return found.rows("select request_id, prompt_tokens, outcome from requests order by all")
+
+
+KINDS = {"engine": kill_engines, "recorder": kill_recorders, "compact": kill_compactions}
+
+
+def main() -> int:
+    """Returns 1 if something did not hold."""
+    number = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(1 << 32)
+    wrong = []
+    for name in sys.argv[3:] or KINDS:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            wrong += KINDS[name](number, random.Random(seed), Path(folder))
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    print(*wrong[:20], f"seed {seed}: {len(wrong):,} wrong", sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
