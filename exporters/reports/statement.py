@@ -9,15 +9,16 @@ A call has one line per request, their sum, and the call counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from ...audit import causes
 from ...audit.analysis.calls import DECODE, PREFILL, CallFigures, CallRequest, calls_of, figures
 from ...audit.ledger.account import AccountStatement, Line
 from ...audit.replay.journals import RequestStatement
-from ..answer import BAD, DIM, DOUBT, Answer, Lines, Part, Records, Sum, Table, Words, counted
+from ..answer import BAD, DIM, DOUBT, Answer, Lines, Part, Records, Sum, Table, Words, counted, seconds
 from . import audit
 from .audit import finding
 from .costs import FirstTokens, later_tokens_sentence, queued_sentence
@@ -229,6 +230,7 @@ def answer_of_call(asked: str, statements: Sequence[RequestStatement]) -> Answer
         for each in call
     )
     sentences, parts = list[str](), list[Part]()
+    began = {id(each.account): each.began_seconds for each in statements}
     for number, call in enumerate(calls, 1):
         again = f", use {number} of {len(calls)} of this id" if len(calls) > 1 else ""
         once = figures(call)
@@ -237,6 +239,7 @@ def answer_of_call(asked: str, statements: Sequence[RequestStatement]) -> Answer
             f"Call {asked}: {made}{again}. {_once(once, paired=any(each.role for each in call))}"
         )
         parts.append(_requests(call))
+        parts += _transfers(call, began)
     return Answer(
         statements,
         sentences,
@@ -276,6 +279,37 @@ def _requests(call: Sequence[CallRequest]) -> Table:
     sums = map(sum, zip(*map(_values, call), strict=True))
     rows.append(Sum(("sum", "", "", *sums, "")))
     return Table(rows, ["request", "prompt", "sample", *COLUMNS, "outcome"])
+
+
+def _transfers(call: Sequence[CallRequest], began: Mapping[int, float | None]) -> Iterator[Table]:
+    """Where the time of each handover from a prefill to a decode engine went."""
+    for decode in call:
+        if decode.role != DECODE:
+            continue
+        prefill = next(
+            (each for each in call if each.role == PREFILL and each.part[1:] == decode.part[1:]), None
+        )
+        times = decode.account.first_token or {}
+        between = None
+        if prefill is not None and prefill.account.closed_at >= 0:
+            here, there = began[id(decode.account)], began[id(prefill.account)]
+            if here is not None and there is not None:
+                moments = prefill.account.closed_at, decode.account.added_at
+                between = here - there + (moments[1] - moments[0]) / 1e6
+        phases = {
+            "registered: from the end in the prefill engine to the arrival in the decode engine": between,
+            "queued: waited there for its admission": _spent(times, causes.QUEUED),
+            "transferred: waited for the load": _spent(times, causes.REMOTE_LOAD),
+            "ready: waited for a step after the load": _spent(times, causes.READY),
+            "notified: until the prefill engine knew": None,
+            "lease left: before the prefill engine gives the blocks up": None,
+        }
+        rows = [(phase, "unknown" if at is None else seconds(at)) for phase, at in phases.items()]
+        yield Table(rows, ("phase", "time"), f"Transfer of the KV to {decode.account.request_id}")
+
+
+def _spent(times: Mapping[str, int], cause: str) -> float | None:
+    return times[cause] / 1e6 if cause in times else None
 
 
 def _values(request: CallRequest) -> tuple[int, ...]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 from tests import journals
+from tests.command_line import exit_code
 from tests.exporters.reports.printed import text
+from tests.exporters.sidecar.test_paired_engines import journal
 from tests.histories import events
 
 from kvledger.audit.events import RequestAdded
@@ -105,3 +108,37 @@ def test_an_unknown_account_says_so(tmp_path: Path) -> None:
     account = statement([journals.write(tmp_path / "one", stream)], "#0")
 
     assert "Unknown: its arrival was not observed." in text(answer(account))
+
+
+def test_a_transfer_between_two_engines_has_its_time_by_phase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no journal records is unknown."""
+    began = journals.STARTED.wall_seconds
+    sides = (
+        ("0.32.0", "A32+0 s68 o+ F", {"remote_decode": True, "request_id": "cmpl-one-0-0a1b2c3d"}),
+        ("0.33.0", "A0+96a L s4 o+ s1 o+ F", {"transferred": True, "request_id": "cmpl-one-0-1a2b3c4d"}),
+    )
+    for number, (version, words, marks) in enumerate(sides):
+        stream = [
+            replace(each, **marks) if isinstance(each, RequestAdded) else each for each in events(100, words)
+        ]
+        folder, at = tmp_path / f"engine-{number}", began + number / 2
+        journals.write(folder, stream, version=version, wall_seconds=at)
+
+    assert 0 == exit_code("show", tmp_path, "cmpl-one")
+    out = capsys.readouterr().out
+    assert "Transfer of the KV to cmpl-one" in out
+    told = [line for line in out.splitlines() if ": " in line and "  " in line.strip()]
+    phases = {line.split(":")[0].strip(): line.rsplit("  ", 1)[1] for line in told}
+    assert "0.500 s" == phases["registered"]
+    assert {"notified": "unknown", "lease left": "unknown"}.items() <= phases.items()
+    assert phases["transferred"].endswith("s")
+
+
+def test_a_call_of_one_engine_has_no_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for sample in range(2):
+        journal(tmp_path / f"engine-{sample}", "A32+0 s68 o+ F", request_id=f"{sample}_cmpl-one-0-0a1b2c3d")
+
+    assert 0 == exit_code("show", tmp_path, "cmpl-one")
+    assert "Transfer" not in capsys.readouterr().out
