@@ -99,7 +99,7 @@ def week(folder: Path, hours: int = 168, requests: int = REQUESTS, now: float | 
     session.until_seconds = session.open_until_seconds = float(HOUR * (first + hours) - 1)
     audit = session.audit(journal, EVERYTHING)
     audit.auditor.ledger.engine = session.engine
-    audit._clock = session.engine.began_seconds
+    audit.read_clock = session.engine.began_seconds
     audit.auditor.ledger.at = HOUR * hours * 1_000_000 - 1
     session.state = msgspec.Raw(serialize.capture(audit))
     kept.save(journal, session)

@@ -13,7 +13,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 NAMES = (
     "cards",
-    "content_runs",
     "content_sketches",
     "evicted",
     "gpu_engine",

@@ -32,7 +32,7 @@ from kvledger.audit.events import Preempted
 ROOT = Path(__file__).parents[2]
 COMPARED = 2_000
 """Histories that a thorough run compares."""
-FAST_SHARE = 0.1
+FAST_SHARE = 0.05
 """The share of them that `make test` compares; `make differential` compares others each day."""
 PARTS = 20
 GOLDEN_BLOCK = 16

@@ -3,7 +3,7 @@
 ``python -m tests.engines.content_run NAME FILE`` runs the situation NAME.
 
 FILE gets what was found, as JSON. Several engines in one process would share what vLLM patches, so there is
-one process for each situation. ``proofs/content_runs.py`` runs all situations and writes a table.
+one process for each situation.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def run(name: str) -> dict[str, Any]:
     llm.reset_prefix_cache()
     bare = waves(llm, situation)
     sampled = "temperature" in situation.sampling
-    found = result(audit) | {"equal": observed == bare or sampled, "sampled": sampled}
+    found = result(audit) | {"equal": observed == bare or sampled}
     if name == "plain":
         llm.reset_prefix_cache()
         prompt = prompts()[0]

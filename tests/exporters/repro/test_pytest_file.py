@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.exporters.repro.examples import EXAMPLES, FOLDER, written
+from tests.exporters.repro.examples import EXAMPLES, FOLDER, SHOWN, written
 from tests.exporters.repro.workloads import CASES, Case, add, step
 from tests.releases import built
 
@@ -160,7 +160,7 @@ def test_pytest_reports_both_figures(tmp_path: Path) -> None:
     assert "local, external and computed tokens of r2: [192, 0, 8], right: [64, 0, 136]" in ran.stdout
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", SHOWN)
 def test_the_examples_in_the_documentation_are_current(name: str) -> None:
     assert (FOLDER / name).read_text() == written(name), "run: python -m tests.exporters.repro.examples"
 
