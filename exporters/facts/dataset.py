@@ -110,6 +110,11 @@ def _timestamp(seconds: float) -> datetime:
     return datetime.fromtimestamp(round(seconds, 6), timezone.utc).replace(tzinfo=None)
 
 
+def _counted(number: int) -> int | None:
+    """A number as a column holds it; None for one beyond 64 bits with a sign, which no engine has."""
+    return number if abs(number) < 1 << 63 else None
+
+
 def _engine_row(facts: EngineFacts) -> tuple[object, ...]:
     engine, model = facts.engine, facts.model
     settings = engine.configuration if engine else {}
@@ -121,10 +126,10 @@ def _engine_row(facts: EngineFacts) -> tuple[object, ...]:
         engine.version if engine else None,
         engine.adapter if engine else None,
         engine.level if engine else None,
-        engine.process_id if engine else None,
+        _counted(engine.process_id) if engine else None,
         str(settings.get("model") or "") or None,
         facts.connector,
-        facts.block_tokens or None,
+        _counted(facts.block_tokens) or None,
         None if engine is None else _timestamp(engine.began_seconds),
         facts.busy_us / 1e6,
         model.prefill_seconds,

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import duckdb
 import pytest
+from msgspec.structs import replace
 from tests import journals
 from tests.command_line import exit_code
 from tests.histories import GOLDEN, events
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import Snapshot
+from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.facts import tables
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
@@ -377,3 +380,15 @@ def test_percentiles_are_exact(trace: Path) -> None:
         below = sum(value <= found for value in values)
         assert found in values and below >= int(percent) / 100 * len(values)
         assert sum(value < found for value in values) < int(percent) / 100 * len(values)
+
+
+def test_a_number_of_an_engine_that_no_column_holds_is_not_known(tmp_path: Path) -> None:
+    """A damaged journal may say anything of its engine; ``export html`` ended with 70."""
+    started = replace(journals.STARTED, process_id=(1 << 64) - 1, configuration={"block_size": 1 << 63})
+    writer = JournalWriter(tmp_path / "engine-00")
+    writer.rotate()
+    writer.write([started, Snapshot(0, 0, [], 0), *events(200, journals.CLEAN)])
+    writer.close()
+
+    with facts([tmp_path]) as found:
+        assert [(None, None)] == found.rows("select process_id, block_tokens from engines")
