@@ -56,5 +56,5 @@ def test_a_mistyped_name_suggests_the_closest_name(name: str, suggestion: str) -
 
 
 def test_a_name_without_a_close_match_suggests_nothing() -> None:
-    with pytest.raises(LedgerError, match=r"no invariant, term or fault is called 'zzzzz'$"):
+    with pytest.raises(LedgerError, match=r"no invariant, term, fault or figure is called 'zzzzz'$"):
         explanation("zzzzz")
