@@ -53,7 +53,7 @@ def planted(attach: Callable[[Any], object], **setup: Any) -> Any:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     from tests.engines.observed import observe
-    from tests.engines.test_harmless import OBSERVERS
+    from tests.engines.test_observer import OBSERVERS
 
     from kvledger.audit.engines.v1_since_0_27 import V1Observer
 
