@@ -6,8 +6,8 @@ ledger of blocks posts and ``contents.py`` makes changes of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import msgspec
 
@@ -299,20 +299,6 @@ def hash_text(hash_id: int) -> str:
 # --- split calls ---------------------------------------------------------------------------------------
 #
 # Split a :class:`~kvledger.audit.events.PoolCalls` into one event for each call of a pool.
-
-
-def post(reader: Any, event: ev.Event, handlers: Mapping[type[ev.Event], Callable[[Any, Any], None]]) -> bool:
-    """Give an event, or each call of a PoolCalls, to the ``reader`` by its handler; False: it has none."""
-    if type(event) is ev.PoolCalls:
-        for call in calls(event):
-            handler = handlers.get(type(call))
-            if handler is not None:
-                handler(reader, call)
-        return True
-    handler = handlers.get(type(event))
-    if handler is not None:
-        handler(reader, event)
-    return handler is not None
 
 
 _last_split: tuple[ev.PoolCalls | None, list[ev.Event]] = (None, [])
