@@ -237,12 +237,18 @@ def test_undercounting_is_unexplained(world: World, figure: str) -> None:
     assert world.last[figure].drift[UNEXPLAINED] < 0
 
 
-def test_disconnected_clients_are_the_cause_dropped() -> None:
+def after_ten_clients_left() -> World:
+    """The front end has dropped the output of ten requests, and the engine has been idle since."""
     world = World(random.Random(1))
     world.until(1_100, 0.5)
     world.drop = 1.0
     world.until(1_110, 1)
     world.until(1_400)
+    return world
+
+
+def test_disconnected_clients_are_the_cause_dropped() -> None:
+    world = after_ten_clients_left()
 
     dropped = world.last["prompt_tokens"].drift
     assert {"dropped", UNEXPLAINED} == set(dropped)
@@ -251,11 +257,7 @@ def test_disconnected_clients_are_the_cause_dropped() -> None:
 
 
 def test_outputs_of_disconnected_clients_are_the_cause_dropped() -> None:
-    world = World(random.Random(1))
-    world.until(1_100, 0.5)
-    world.drop = 1.0
-    world.until(1_110, 1)
-    world.until(1_400)
+    world = after_ten_clients_left()
     assert {"dropped": -10, UNEXPLAINED: 0} == world.last["output_tokens"].drift
 
     world.drop = 0.0
