@@ -766,9 +766,9 @@ def timeline(paths: list[Path] = opt.PATHS, output: Path = opt.OUTPUT, read: Rea
 @command(
     opt.RIGHT,
     "repro /var/lib/kvledger",
-    "repro /var/lib/kvledger --finding tokens/negative -o test_negative.py --issue bug.md",
+    "repro /var/lib/kvledger --finding tokens/negative -o test_negative.py --issue bug.md --yes",
     exit_codes="Exit codes: 0 reproduced, and the test fails here; 1 not reproduced; 2 bad usage or input; "
-    "3 a reproduction can't show this finding.",
+    "3 a reproduction can't show this finding; 4 the test was written, and nobody agreed to run it.",
 )
 def repro(
     path: Path = opt.PATH,
@@ -786,13 +786,15 @@ def repro(
     scheduler: str = option(
         "--scheduler MODULE:CLASS", "The scheduler class of the journal, if it is not vLLM's own."
     ),
+    yes: bool = option("--yes -y", "Run the written test once without being asked."),
     format: str = opt.TEXT_OR_JSON,
 ) -> Answer | int:
     """Turn a finding into a small test.
 
     The pytest file fails without kvledger. Cuts the journal down, drives the scheduler of the installed vLLM,
     which must have the journal's release, and shrinks the workload while the finding comes back. No prompt,
-    token or request id of the journal is in the file. Ctrl-C keeps the smallest workload so far. Needs the
+    token or request id of the journal is in the file. The file is run once, after a question, without network
+    and with bounded memory and time. Ctrl-C keeps the smallest workload so far. Needs the
     vllm extra: pip install vllm.
     """
     from .exporters.reports import repro as report
@@ -808,6 +810,7 @@ def repro(
         any_release=any_release,
         scheduler=scheduler,
         python=python,
+        yes=yes,
         as_json=format == "json",
     )
 
@@ -1123,8 +1126,9 @@ def bisect(
 ) -> Answer:
     """Run a test of repro on several vLLM releases.
 
-    It prints the first bad, the last bad and the first good one. A checkout of kvledger has environments for
-    the releases (scripts/releases.py builds them). Elsewhere, name the interpreters of your own environments.
+    The file runs without network, with bounded memory and time. It prints the first bad, the last bad and the
+    first good release. A checkout of kvledger has environments for the releases (scripts/releases.py builds
+    them). Elsewhere, name the interpreters of your own environments.
     """
     from .exporters.reports import repro as report
 

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +20,11 @@ import msgspec
 
 from ..errors import LedgerError
 from ..release_semantics import release as parsed
+from . import confined
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of the package; in a checkout, that of the repository."""
 
-LIMIT_SECONDS = 600.0
-"""Importing vLLM took up to five minutes where ten processes shared two cores."""
 FIGURE = re.compile(r"^  engine: (.*)$", re.MULTILINE)
 
 
@@ -85,30 +83,17 @@ def bisect(
     )
 
 
-def run_file(file: Path, environment: Environment, limit: float = LIMIT_SECONDS) -> Run:
-    """Run the file once."""
-    began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*environment.command, str(file.resolve())],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+def run_file(file: Path, environment: Environment, limit: float = confined.LIMIT_SECONDS) -> Run:
+    """Run the file once, confined."""
+    ended = confined.run([*environment.command, str(file.resolve())], limit)
+    if ended.code is None:
         return Run(environment.release, "error", f"it did not end within {limit:.0f} s", limit)
-    except OSError as error:
-        raise LedgerError(f"{environment.command[0]} can't be run: {error.strerror}") from None
-    seconds = time.monotonic() - began
-    figure = FIGURE.search(done.stdout)
-    if figure and done.returncode in (0, 1):
-        result: Literal["fails", "passes"] = "fails" if done.returncode else "passes"
-        return Run(environment.release, result, figure[1], seconds)
-    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    return Run(environment.release, "error", last, seconds)
+    figure = FIGURE.search(ended.out)
+    if figure and ended.code in (0, 1):
+        result: Literal["fails", "passes"] = "fails" if ended.code else "passes"
+        return Run(environment.release, result, figure[1], ended.seconds)
+    last = (ended.err.strip().splitlines() or ["it printed nothing"])[-1]
+    return Run(environment.release, "error", last, ended.seconds)
 
 
 # --- environments ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 from ...audit import temporary
 from ...audit.errors import LedgerError
 from ...audit.repro import bisect as bisection
+from ...audit.repro import confined
 from ...audit.repro.assertions import refusal
 from ...audit.repro.bisect import Bisection, Environment, Run, run_file
 from ...audit.repro.choose_finding import Ambiguous, Seen, choose
@@ -28,7 +29,7 @@ from ..repro.bug_report import bug_report
 from ..repro.pytest_file import render as file_text
 from ..terminal import console, progress, rendered, share_progress, show
 
-EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3}
+EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3, "not run": 4}
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 LISTED = 20
 """Findings that are listed to choose from."""
@@ -45,9 +46,10 @@ def run(
     any_release: bool,
     scheduler: str,
     python: str,
+    yes: bool,
     as_json: bool,
 ) -> Answer | int:
-    """Reproduce one finding and write what was asked for.
+    """Reproduce one finding, write what was asked for, and run the test once if the user agrees.
 
     The answer goes to standard error, and its exit code is returned, if the test is on standard output.
     """
@@ -73,7 +75,7 @@ def run(
         raise LedgerError(f"{differs} Or try the installed one with --any-release.") from None
     tried = None
     if made.status == "reproduced":
-        tried = _write(made, output, issue, python or sys.executable)
+        tried = _write(made, output, issue, python or sys.executable, yes)
     found = answer(made, tried, output, issue)
     if str(output) != "-":
         return found
@@ -125,8 +127,11 @@ def _seconds(text: str) -> float:
 # --- the files ------------------------------------------------------------------------------------------
 
 
-def _write(made: Reproduction, output: Path, issue: Path | None, python: str) -> Run:
-    """Write the test and the report, and run the test once with the vLLM that drove the workload."""
+def _write(made: Reproduction, output: Path, issue: Path | None, python: str, yes: bool) -> Run | None:
+    """Write the test and the report, and run the test once with the vLLM that drove the workload.
+
+    None: the user did not agree to run it.
+    """
     assert made.workload is not None and made.check is not None
     name = "test_repro.py" if str(output) == "-" else output.name
     test = file_text(made.workload, made.check, assumed=made.assumed, file=name)
@@ -136,10 +141,19 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str) ->
         write_whole(output, test)
     if issue is not None:
         write_whole(issue, bug_report(made, test))
+    if not _may_run(f"{python} runs {name} once, {confined.bounds()}.", yes):
+        return None
     with temporary.folder() as folder:
         file = Path(folder, name)
         file.write_text(test)
         return run_file(file, Environment(made.workload.release, (python,)))
+
+
+def _may_run(told: str, yes: bool) -> bool:
+    """Whether the user agrees to what will run; off a terminal only ``yes`` says so."""
+    asked = not yes and sys.stdin.isatty() and sys.stderr.isatty()
+    print(told + " May it (y/n)? " * asked, end="" if asked else "\n", file=sys.stderr, flush=True)
+    return yes or (asked and sys.stdin.readline().strip().lower() in ("y", "yes"))
 
 
 # --- the answer -----------------------------------------------------------------------------------------
@@ -148,8 +162,9 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str) ->
 def answer(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> Answer:
     """What came of it, then what was cut down, what was assumed, and what to do next."""
     data = lambda: as_data(made, tried, output, issue)  # noqa: E731
-    code = EXIT_CODES["not reproduced" if tried is not None and tried.result != "fails" else made.status]
-    if made.status != "reproduced" or tried is None:
+    status = made.status if tried is None or tried.result == "fails" else "not reproduced"
+    code = EXIT_CODES["not run" if status == "reproduced" and tried is None else status]
+    if made.status != "reproduced":
         nearest = made.nearest
         near = (
             ""
@@ -177,7 +192,11 @@ def answer(made: Reproduction, tried: Run | None, output: Path, issue: Path | No
                 ]
             ),
             notes([f"Assumed: {sentence}" for sentence in made.assumed]),
-            Lines([f"Next: kvledger repro bisect {file}"] if file and tried.result == "fails" else []),
+            Lines(
+                [f"Next: kvledger repro bisect {file}"]
+                if file and (tried is None or tried.result == "fails")
+                else []
+            ),
         ],
         plain=data,
         code=code,
@@ -194,11 +213,14 @@ def _sentence(made: Reproduction) -> str:
     return f"{heading}: {made.seen.id}{request}. {printable(made.reason)}"
 
 
-def _written(made: Reproduction, tried: Run, file: str, issue: Path | None) -> Iterator[str]:
+def _written(made: Reproduction, tried: Run | None, file: str, issue: Path | None) -> Iterator[str]:
     assert made.check is not None
-    yield f"{made.check.says}: {tried.figure}, right: {made.check.right}"
     where = f"{file or 'The test'} "
-    if tried.result == "fails":
+    if tried is not None:
+        yield f"{made.check.says}: {tried.figure}, right: {made.check.right}"
+    if tried is None:
+        yield Words(f"{where}was not run: nobody agreed to it. --yes agrees.", BAD)
+    elif tried.result == "fails":
         yield f"{where}fails on vLLM {made.release}, as it should."
     elif tried.result == "passes":
         words = "passes: the finding came back under kvledger's driver, but not in the file."
@@ -239,6 +261,8 @@ def _progress() -> Iterator[Callable[[str, int, int, int], None] | None]:
 def bisect(file: Path, releases: str, interpreters: Sequence[str], jobs: int) -> Answer:
     """Run the file over the given interpreters, and over the releases named, or all, of this checkout."""
     environments = bisection.chosen(file, releases, interpreters)
+    if confined.network_open():
+        print(f"The file runs {confined.bounds()}.", file=sys.stderr)
     if not console(stderr=True).is_terminal:
         return answer_of_bisection(bisection.bisect(file, environments, jobs=jobs))
     with progress("running the test", "releases") as move:

@@ -39,6 +39,8 @@ PLACES: dict[str, dict[str, str]] = {
         "audit/demo/run.py": "ours: a list of words",
         "audit/demo/sglang/run.py": "ours: a list of words",
         "audit/repro/bisect.py": "ours: a list of words, with interpreters that the user names",
+        "audit/repro/confined.py": "ours: a list of words, with interpreters that the user names",
+        "audit/repro/launcher.py": "ours: the list of words that confined.py gives it",
         "audit/traffic/processes.py": "ours: a list of words",
         "exporters/sidecar/compactor.py": "ours: a list of words",
     },

@@ -36,7 +36,7 @@ def prove(fault: Fault, folder: Path, *, requests: int, level: str, budget: floa
             return {"wrong": f"not recorded in {recorded['attempts']} attempts"}
         (folder / "recorded.json").write_text(json.dumps(recorded))
     command = ("repro", str(journal), "--finding", fault.finding, "--budget", f"{budget:g}s")
-    files = ("-o", str(folder / FILE), "--issue", str(folder / REPORT), "--format", "json")
+    files = ("-o", str(folder / FILE), "--issue", str(folder / REPORT), "--yes", "--format", "json")
     program = [sys.executable, "-m", "kvledger", *command, *files]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     try:

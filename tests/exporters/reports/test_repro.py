@@ -61,6 +61,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(repro, "choose", lambda *_: seen())
         monkeypatch.setattr(repro, "reproduce", reproduce)
         monkeypatch.setattr(repro, "run_file", lambda *_: Run("0.23.0", result, "4", 1.0))  # type: ignore[arg-type]
+        monkeypatch.setattr(repro.confined, "network_open", lambda: "")
         asked: dict[str, Any] = {
             "finding": "",
             "request": "",
@@ -70,6 +71,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "any_release": False,
             "scheduler": "",
             "python": "",
+            "yes": True,
             "as_json": False,
         }
         made_of_it = repro.run(tmp_path, **asked | options)
@@ -126,6 +128,27 @@ def test_a_test_that_does_not_fail_is_not_a_reproduction(call: Any, capsys: Any)
     assert "came back under kvledger's driver, but not in the file" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_the_test_is_not_run_before_the_user_agrees(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for stdin, code in (
+        (io.StringIO("y\n"), 4),
+        (Terminal("n\n"), 4),
+        (Terminal(""), 4),
+        (Terminal("y\n"), 0),
+    ):
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stderr", told := Terminal())
+            assert code == call(REPRODUCED, yes=False)
+        assert (
+            "test_repro.py once, without network, in an empty folder, with at most 8 GiB" in told.getvalue()
+        )
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("was not run: nobody agreed to it. --yes agrees." in printed) == (code == 4)
+        assert (tmp_path / "test_repro.py").exists()
 
 
 def test_not_reproduced_and_refused_have_their_own_exit_codes(call: Any, tmp_path: Path, capsys: Any) -> None:
