@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -77,7 +77,7 @@ class _ProcessesWithBar(Processes):
 
     def each(
         self, work: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         task = self._bar.add_task("", total=len(items) if len(items) > 1 else None)
         for result in super().each(work, items, sizes):
             self._bar.advance(task)

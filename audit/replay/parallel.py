@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -114,7 +114,7 @@ class Processes:
 
     def each(
         self, work: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int]
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """The same for any items of these sizes in bytes."""
         jobs = min(self.jobs or cores(), len(items))
         if jobs < 2 or (not self.jobs and sum(sizes) < WORTH_BYTES):

@@ -29,6 +29,7 @@ from ...audit.journal.reader import Batch, Position, Reader
 from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState, beginning
 from ...audit.replay.followed_audit import FollowedAudit, folded, settled
+from ...audit.replay.parallel import WORTH_BYTES, Processes, cores, size_bytes
 from ...audit.replay.prompt_pairs import pair
 from ...audit.replay.recorded_events import FORGET_SECONDS
 from ..metrics import values
@@ -463,6 +464,18 @@ class FollowedJournal:
         self.engine_audit = settled(self.engine_audit)
         self.settled_segment = first_segment(self.engine_audit.path)
 
+    def take_up(self, data: bytes) -> None:
+        """Take what :func:`read_settled` found, as if it had been read here."""
+        state, path = msgspec.msgpack.decode(data, type=JournalState), self.engine_audit.path
+        self.reader.close()
+        self.engine_audit = serialize.restore(bytes(state.engine_audit), FollowedAudit(path))
+        self.engine_audit.compare_events()
+        self.reader = Reader(path, start=state.position)
+        self.reader.ended, self.reader.stopped = True, state.stopped
+        self.damage, self.settled_segment = state.damage, state.settled_segment
+        self.ended, self.shown, self.ended_at = True, True, time.monotonic()
+        self.end_of_files = end_of(path)
+
     def revive(self) -> None:
         """Go on with a journal that seemed to have ended: its engine lives, or wrote more."""
         self.ended = self.reader.ended = False
@@ -475,6 +488,27 @@ class FollowedJournal:
         self.engine_audit, self.reader = engine_audit, Reader(engine_audit.path)
         engine_audit.compare_events()
         self.ended, self.settled_segment = False, -1
+
+
+def read_settled(path: Path) -> bytes:
+    """The state of a journal whose engine has ended, with its sums alone; b"" if that can't be had.
+
+    For a process of its own, which gives way to an engine on the same cores. Why a journal can't be read is
+    said by the follower, which tries the same.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(AHEAD_NICE)
+    journal = FollowedJournal("", FollowedAudit(path), Reader(path))
+    try:
+        journal.read(ignore, ignore, None)
+        if not journal.ended or journal.engine_audit.live_events.engine_began:
+            return b""  # recorded KV events are compared with those of other engines
+        journal.settle()
+        return msgspec.msgpack.encode(journal.state())
+    except Exception:
+        return b""
+    finally:
+        journal.reader.close()
 
 
 def first_segment(journal: Path) -> int:
@@ -517,6 +551,18 @@ POLL_SECONDS = 0.5
 TURN_SECONDS = 2.0
 """The longest time that one journal is read before others have their turn. Else an engine that writes faster
 than it is read would keep the others from being read until rotation removes what they wrote."""
+
+AHEAD_PROCESSES = 4
+"""At most so many processes read journals of ended engines at a first start. Each takes some 80 MiB."""
+
+AHEAD_BYTES = 8 << 20
+"""Larger journals are read here: nobody waits for one long, and a stop comes between two batches."""
+
+AHEAD_WORTH_BYTES = WORTH_BYTES
+"""Below this total size no process is started."""
+
+AHEAD_NICE = 10
+"""How much these processes give way to others."""
 
 SAVE_SECONDS = 30.0
 """How often the checkpoint is replaced while something is read."""
@@ -600,6 +646,10 @@ class Follower:
         """Why what may be a journal can't be told to be one, by its name."""
         self._look_at = 0.0
         """The monotonic time at which ended journals are looked at next."""
+        self._ahead: dict[str, None] = {}
+        """The journals that other processes read, in the order in which they are read here."""
+        self._read_ahead: Iterator[bytes] = iter(())
+        """What these processes have read, in the same order."""
         self._to_fold: list[str] = []
         """The ended journals that are folded at the end of the present round."""
         self._folder = folder
@@ -655,7 +705,10 @@ class Follower:
     def catch_up(self, stop: threading.Event | None = None) -> None:
         """Read everything written by now; repeat while a round takes so long that much is added."""
         began = time.monotonic()
-        for _ in range(10):
+        self._find()
+        with self._reading_ahead():
+            self.poll(stop)
+        for _ in range(9):
             round_began = time.monotonic()
             self.poll(stop)
             if time.monotonic() - round_began < 2 * POLL_SECONDS or (stop and stop.is_set()):
@@ -664,6 +717,35 @@ class Follower:
         self.save()
         if not (stop and stop.is_set()):
             self.ready.set()
+
+    @contextlib.contextmanager
+    def _reading_ahead(self) -> Iterator[None]:
+        """Let processes of their own read journals of ended engines, one journal a process.
+
+        Each is taken up when its turn comes, because labels of engines depend on the order. Not where
+        somebody is told of each event or batch.
+        """
+        unread = []
+        if self._fold and not self.on_opened and self.on_batch is ignore:
+            unread = [
+                one
+                for one in self.journals.values()
+                if one.saved is None
+                and size_bytes(one.engine_audit.path) <= AHEAD_BYTES
+                and not _lives(one.engine_audit.path)
+            ]
+        paths = [one.engine_audit.path for one in unread]
+        sizes, processes = [size_bytes(path) for path in paths], min(AHEAD_PROCESSES, cores(), len(paths))
+        if processes < 2 or sum(sizes) < AHEAD_WORTH_BYTES:
+            yield
+            return
+        read = Processes(processes).each(read_settled, paths, sizes)
+        self._ahead, self._read_ahead = dict.fromkeys(one.name for one in unread), read
+        try:
+            yield
+        finally:
+            self._ahead, self._read_ahead = {}, iter(())
+            read.close()
 
     def follow(self, stop: threading.Event) -> None:
         """Read what is written until ``stop`` is set, then save."""
@@ -732,7 +814,8 @@ class Follower:
         self, journal: FollowedJournal, stop: threading.Event | None, seconds: float = math.inf
     ) -> None:
         try:
-            journal.read(self._posted, self._save_soon, stop, seconds)
+            if not self._take_up_ahead(journal):
+                journal.read(self._posted, self._save_soon, stop, seconds)
             if journal.problem:
                 journal.problem = ""
                 self._notify(f"{journal.name} is followed again.")
@@ -749,6 +832,20 @@ class Follower:
                 self._fold_earlier(compared=False)
                 self._settle(journal)
         self.heartbeat = time.monotonic()
+
+    def _take_up_ahead(self, journal: FollowedJournal) -> bool:
+        """Take up what another process has read of a journal, if one has."""
+        if journal.name not in self._ahead:
+            return False
+        del self._ahead[journal.name]
+        data = b""
+        with contextlib.suppress(LedgerError):  # a process was killed: the others have no more, either
+            data = next(self._read_ahead, b"")
+        if data:
+            with self.lock:
+                journal.take_up(data)
+                journal.engine_audit.series = self._label(journal)
+        return bool(data)
 
     def _posted(self, journal: FollowedJournal, batch: Batch, violations: list[Violation]) -> None:
         self.heartbeat = time.monotonic()

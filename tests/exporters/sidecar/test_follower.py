@@ -93,6 +93,36 @@ def ended(follower: Follower) -> int:
 # --- engines come and go --------------------------------------------------------------------------------
 
 
+def test_ended_engines_are_read_by_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same figures and labels. The journal of a live engine is read as ever."""
+    root = tmp_path / "journals"
+    live = Engine(root / "c", model="model")
+    live.serve()
+    for number, name in enumerate("abde", 1):
+        engine = Engine(root / name, number, model="model")
+        engine.serve()
+        engine.stop() if name < "d" else engine.kill()
+    damaged = root / "b/00000001.kvl"
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    monkeypatch.setattr(sidecar_follower, "AHEAD_WORTH_BYTES", 0)
+    read: list[str] = []
+    whole = FollowedJournal.read
+    monkeypatch.setattr(
+        FollowedJournal, "read", lambda one, *more: (read.append(one.name), whole(one, *more))
+    )
+    found = []
+    for processes, read_here in (1, "abcde"), (2, "c"):
+        monkeypatch.setattr(sidecar_follower, "AHEAD_PROCESSES", processes)
+        notified: list[str] = []
+        read.clear()
+        with following(root, folder=tmp_path / str(processes), notified=notified) as follower:
+            assert read_here == "".join(sorted({*read}))
+            audits = {engine_label(one): picture(one) for one in follower.audits}
+        found.append((audits, notified))
+    live.stop()
+    assert found[0] == found[1]
+
+
 def test_later_events_are_read_by_the_next_poll(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     with following(tmp_path) as follower:
