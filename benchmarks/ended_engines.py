@@ -149,9 +149,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
                 print(restarts(engines, Path(name)), flush=True)
     if given.level != "tokens":
-        print(
-            "| ended engines | names | ended by | peak memory | of a reading process | ready after | CPU | checkpoint |"
-        )
+        print("| ended engines | names | ended by | peak memory | process | ready after | CPU | checkpoint |")
         print("|---|---|---|---|---|---|---|---|")
         for own in (False, True):
             for stopped in (True, False):
