@@ -1,7 +1,8 @@
-"""Limits that only a test exceeds which hangs, or works without end, on a busy machine too."""
+"""Limits that only a test exceeds which hangs, works without end, or takes memory without end."""
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,23 @@ RUN_HANGS = 1_800.0
 
 CPU_SECONDS = 10.0
 """How much CPU time what takes some milliseconds may take."""
+
+
+MEMORY_BYTES = 512 << 20
+"""How much memory the reading of a few kilobytes may take beside what the process has already."""
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let an allocation beyond ``MEMORY_BYTES`` raise MemoryError."""
+    with open("/proc/self/status") as status:
+        (data,) = (int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + MEMORY_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 class TooLong(BaseException):

@@ -144,7 +144,8 @@ class Steps:
         Events are held until the method returns, so that the ends in it come after the output.
         """
         log, lives, sampled = self._log, self._lives, model_runner_output.sampled_token_ids
-        log.undelivered -= bool(scheduler_output.num_scheduled_tokens)
+        if log.undelivered:  # else the hook of the step failed, and it was not counted
+            log.undelivered -= bool(scheduler_output.num_scheduled_tokens)
         lives.output = None
         self._observer.in_step = True
         if self._one_at_most and sampled and type(sampled[0]) is list and all(sampled):

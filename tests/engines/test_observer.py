@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from msgspec.msgpack import Decoder, Encoder
 
 from kvledger.audit.engines import step_log
 from kvledger.audit.engines.step_log import StepLog
@@ -29,11 +30,14 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Census, EngineRaised, EngineStopped, HookFailed
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.ledger import engine_postings
+from kvledger.audit.pool_calls import AnyEvent
 from kvledger.audit.traffic import release
 from kvledger.audit.traffic.driver import Driver, EngineSetup
 
 # --- A failing observer never disturbs serving: each fault here leaves the engine's outputs unchanged -----
 
+
+encode_event, decode_event = Encoder().encode, Decoder(AnyEvent).decode
 
 SCENARIO = SCENARIOS["crowd_async_external"]
 RENAMED_IN = ("preempt_decode_async", "external_preempted_async", "hybrid_external")
@@ -76,6 +80,7 @@ def test_an_observer_that_raises_changes_nothing_and_is_reported(
     failures = [event for event in events if type(event).__name__ == "HookFailed"]
     called = len(failures) > 0
     assert "canary" not in repr(events)
+    assert events == [decode_event(encode_event(event)) for event in events]
     assert all(failure.error.startswith("RuntimeError at test_observer.py:") for failure in failures)  # type: ignore[attr-defined]
     assert ("unknown" if called else "clean") == auditor.verdict
     assert len(failures) <= 2 * MAX_FAILURES

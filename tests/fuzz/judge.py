@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from tests.fuzz.mutations import mutated
 from tests.fuzz.traces import Trace
-from tests.time_limits import TooLong, limited
+from tests.time_limits import TooLong, limited, limited_memory
 
 from kvledger import cli, cli_run
 from kvledger.audit.errors import LedgerError
@@ -86,7 +86,7 @@ def result(seed: int, originals: list[Trace], readings: dict[str, Reading | None
         folder = Path(place) / "journals" / "engine-1-2-3"
         changed.write(folder)
         try:
-            with limited():
+            with limited(), limited_memory():
                 after = read(folder)
                 wrong = _printed(random, folder, Path(place) / "out")
         except TooLong:

@@ -1,4 +1,7 @@
-"""Kill engines, recorders of KV events and compactions at any instant: ``python -m tests.fuzz.kills 100``.
+"""Kill processes at any instant: ``python -m tests.fuzz.kills 100`` kills a hundred of each kind.
+
+The kinds are engines, recorders of KV events, compactions, the sidecar's compacting child, and the children
+that read journals for a command.
 
 Each process is killed by SIGKILL after a random time. A follower reads all along. What must hold: no counter
 falls, no request and no batch counts twice, and what was flushed before the kill counts. Prints a line for
@@ -8,6 +11,7 @@ each kind; returns 1 if something did not hold. The sidecar has a test of its ow
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -16,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,12 +31,16 @@ from tests.exporters.facts.test_compact import Engine
 from tests.exporters.test_kv_events import KEY, message
 
 from kvledger.audit import events as ev
+from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.recorder import Recorder
 from kvledger.audit.replay.atomic_files import FOLDER
+from kvledger.audit.replay.journals import audit_paths
+from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
 from kvledger.exporters.kv_events import EventRecorder, Received
+from kvledger.exporters.sidecar.compactor import Compactor
 from kvledger.exporters.sidecar.follower import Follower
 
 SECONDS = 0.4
@@ -173,7 +181,85 @@ def rows(folder: Path) -> list[Any]:
         return found.rows("select request_id, prompt_tokens, outcome from requests order by all")
 
 
-KINDS = {"engine": kill_engines, "recorder": kill_recorders, "compact": kill_compactions}
+# --- children -----------------------------------------------------------------------------------------
+
+
+def kill_a_child(rng: random.Random) -> bool:
+    """Kill a process that this process began, within the next moments; False: there was none."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if found := list(children()):
+            time.sleep(5 * rng.random() * SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(found), signal.SIGKILL)
+                return True
+        time.sleep(0.005)
+    return False
+
+
+def children() -> Iterator[int]:
+    """The processes that this process began, without the one that counts semaphores for Python."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for each in path.read_text().split():
+            with contextlib.suppress(OSError):
+                if b"resource_tracker" not in Path("/proc", each, "cmdline").read_bytes():
+                    yield int(each)
+
+
+def kill_compacting_children(number: int, rng: random.Random, root: Path) -> list[str]:
+    """The sidecar's thread goes on, says each failure, and what its next child keeps is right."""
+    journals_folder, said = root / "journals", list[str]()
+    engine = Engine(journals_folder, 40 * number)
+    compactor = Compactor(journals_folder, 0.01, said.append)
+    compactor.start()
+    kills = 0
+    for _ in range(number):
+        engine.write(3)
+        kills += kill_a_child(rng)
+    engine.stop()
+    failures, before = compactor.health.compact_failures, time.time()
+    until = time.monotonic() + 60
+    while compactor.health.compacted_at < before and time.monotonic() < until:
+        time.sleep(0.05)
+    compactor.close()
+    found = rows(journals_folder)
+    (journals_folder / FOLDER).rename(root / "aside")
+    wrong = ["the rows are not those of the journal"] * (found != rows(journals_folder))
+    wrong += [f"it compacted no more: {said}"] * (compactor.health.compacted_at < before)
+    wrong += [f"{kills:,} kills, {failures:,} failures"] * (failures > kills)
+    print(f"compacting children: {kills:,} kills, {failures:,} failures, {len(found):,} requests, each once")
+    return wrong
+
+
+def kill_reading_children(number: int, rng: random.Random, root: Path) -> list[str]:
+    """A command whose child is killed has all figures, or none and a sentence."""
+    for each in range(4):
+        journals.clean(root / f"engine-{each}")
+    expected = audit_paths([root]).totals.requests
+    whole = refused = 0
+    wrong = []
+    for _ in range(number):
+        killer = threading.Thread(target=kill_a_child, args=(rng,))
+        killer.start()
+        try:
+            found = audit_paths([root], run=Processes(2)).totals.requests
+            whole += 1
+            wrong += [f"{found:,} requests and not {expected:,}"] * (found != expected)
+        except LedgerError as error:
+            refused += 1
+            wrong += [str(error)] * ("killed" not in str(error))
+        killer.join()
+    print(f"reading children: {number:,} kills, {whole:,} whole answers, {refused:,} sentences")
+    return wrong
+
+
+KINDS = {
+    "engine": kill_engines,
+    "recorder": kill_recorders,
+    "compact": kill_compactions,
+    "child": kill_compacting_children,
+    "reader": kill_reading_children,
+}
 
 
 def main() -> int:
