@@ -1,10 +1,15 @@
 """What a release is made of: hashes of what CI installs, and the wheel with its SBOM and its provenance.
 
     python scripts/release.py hashes        writes constraints/hashes/test.txt from the other constraints
+    python scripts/release.py audit         asks whether a locked package has a known vulnerability
     python scripts/release.py build DIST    builds the wheel and writes both files beside it
+    python scripts/release.py check DIST TAG   builds it again, and compares digests and the tag's version
+
+The workflow .github/workflows/release.yml runs these, and what nobody else can: it signs with the identity of
+the repository, and publishes.
 
 The wheel is the same byte by byte wherever it is built from one commit. The provenance is what this script
-knows; the workflow .github/workflows/release.yml signs its own with the identity of the repository.
+knows; the workflow signs its own.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -59,6 +65,61 @@ def write_hashes() -> None:
     given = "".join(f"{name}=={version}\n" for name, version in pins().items())
     ran = subprocess.run(command, input=given, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     LOCK.write_text(HEAD + ran.stdout)
+
+
+AUDITOR = "pip-audit==2.10.1"
+
+
+def audit() -> int:
+    """Print what is known to be vulnerable; 1: something is, 3: it is not known of every package.
+
+    pip-audit itself ends with 0 where the index has no data, and says "No known vulnerabilities found".
+    """
+    place = ROOT / "build/audit"
+    if not (place / "bin/pip-audit").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        subprocess.run([str(place / "bin/pip"), "install", "--quiet", AUDITOR], check=True)
+    command = [str(place / "bin/pip-audit"), "--disable-pip", "--require-hashes", "--format", "json"]
+    command += ["--progress-spinner", "off", "--requirement", str(LOCK)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(ran.stdout)["dependencies"]
+    except ValueError:
+        print("pip-audit said nothing:", (ran.stderr.strip().splitlines() or ["no reason"])[-1])
+        return 3
+    vulnerable = [each for each in found if each.get("vulns")]
+    unknown = [each["name"] for each in found if "vulns" not in each]
+    for each in vulnerable:
+        print(each["name"], each["version"], *(one["id"] for one in each["vulns"]))
+    print(f"{len(found)} packages: {len(vulnerable)} vulnerable, {len(unknown)} without data")
+    return 1 if vulnerable else 3 if unknown or not found else 0
+
+
+def check(folder: Path, tag: str) -> list[str]:
+    """What is wrong with a built wheel and the files beside it."""
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        return [f"{folder} has {len(wheels)} wheels and not one"]
+    (wheel,) = wheels
+    wrong = []
+    with tempfile.TemporaryDirectory() as again:
+        if digest(build(Path(again))) != digest(wheel):
+            wrong.append(f"{wheel.name} is not what this commit gives")
+    (subject,) = json.loads(wheel.with_suffix(".provenance.json").read_text())["subject"]
+    (said,) = json.loads(wheel.with_suffix(".cdx.json").read_text())["metadata"]["component"]["hashes"]
+    if not subject["digest"]["sha256"] == said["content"] == digest(wheel):
+        wrong.append("the files beside the wheel have another digest")
+    version = wheel.name.split("-")[1]
+    if tag and tag.removeprefix("v") != version:
+        wrong.append(f"the tag is {tag}, and the wheel is of version {version}")
+    with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+        script = "import kvledger, sys; sys.exit(kvledger.__version__ != sys.argv[1])"
+        environ = {**os.environ, "PYTHONPATH": place}
+        command = [sys.executable, "-c", script, version]
+        if subprocess.run(command, env=environ, cwd=place, check=False).returncode:
+            wrong.append(f"the wheel's package is not of version {version}")
+    return wrong
 
 
 def build(folder: Path) -> Path:
@@ -138,7 +199,13 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["hashes"]:
             write_hashes()
+        case ["audit"]:
+            sys.exit(audit())
         case ["build", place]:
             print(build(Path(place)))
+        case ["check", place, *tag]:
+            problems = check(Path(place), "".join(tag))
+            print(*problems or ["The wheel is what this commit gives, and its files say so."], sep="\n")
+            sys.exit(bool(problems))
         case _:
             sys.exit(__doc__)

@@ -56,3 +56,31 @@ def test_one_commit_gives_one_wheel_byte_by_byte(tmp_path: Path) -> None:
     assert release.digest(first) == itself["content"] == subject["digest"]["sha256"]
     assert release.locked().keys() == {each["name"] for each in bill["components"]}
     assert "pkg:pypi/msgspec" in " ".join(bill["dependencies"][0]["dependsOn"])
+
+    def checked(*tag: str) -> str:
+        command = [sys.executable, "scripts/release.py", "check", str(first.parent), *tag]
+        return subprocess.run(command, cwd=tmp_path / "copy-1", capture_output=True, text=True).stdout
+
+    version = bill["metadata"]["component"]["version"]
+    assert checked(f"v{version}").startswith("The wheel is what this commit gives")
+    assert "the tag is v9.9" in checked("v9.9")
+    first.write_bytes(first.read_bytes() + b"\0")
+    assert "is not what this commit gives" in checked()
+
+
+def test_a_package_without_data_is_not_called_free_of_vulnerabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip-audit itself ends with 0 then."""
+    (tmp_path / "build/audit/bin").mkdir(parents=True)
+    program = tmp_path / "build/audit/bin/pip-audit"
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    free, skipped = {"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "not found"}
+    bad = {"name": "c", "version": "2", "vulns": [{"id": "PYSEC-1"}]}
+    cases = (([free], 0), ([free, skipped], 3), ([free, skipped, bad], 1), ([], 3), (None, 3))
+    for found, code in cases:
+        text = json.dumps({"dependencies": found}) if found is not None else ""
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        program.chmod(0o755)
+        assert code == release.audit(), found
+    assert "c 2 PYSEC-1\n3 packages: 1 vulnerable, 1 without data" in capsys.readouterr().out
