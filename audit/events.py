@@ -629,6 +629,22 @@ class PoolSeen(Event, frozen=True, array_like=True, tag=25):
     windows: list[int] = []
 
 
+class HitsCompared(Event, frozen=True, array_like=True, tag=39):
+    """Hit blocks were compared with the reader's prefix: all tokens up to the end of the block.
+
+    ``request`` was admitted in this step with a hit on blocks into which another prefix was computed
+    (-1: no such block). ``other`` is flat, three numbers for each of them: group, block, and the position
+    up to which the block reaches. ``equal`` and ``unknown`` are the hit blocks since the last event of this
+    kind that have the reader's prefix, and those whose own prefix is not known.
+    """
+
+    step: int
+    request: int
+    equal: int
+    unknown: int
+    other: list[int]
+
+
 class BlockEvent(Event, frozen=True, array_like=True):
     """Base of the events for one call of a pool.
 
@@ -1180,6 +1196,7 @@ EmittedEvent = (
     | Snapshot
     | LookupKept
     | PoolSeen
+    | HitsCompared
     | BlocksCached
     | BlocksEvicted
     | BlockCopied

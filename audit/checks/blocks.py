@@ -33,6 +33,7 @@ from ..ledger.entries import (
     ForeignHit,
     ForeignLoad,
     Leak,
+    OtherPrefix,
     PoolComparison,
     ReadInvalid,
     SharedWrite,
@@ -379,6 +380,53 @@ def uncommitted_hit(entry: Entry) -> Iterator[Witness]:
     subject = entry.subject
     assert isinstance(subject, UncommittedHit)
     yield _reads(subject, entry, _BEFORE_ITS_STEP.get(subject.why, _BEFORE_ITS_STEP[WITHDRAWN]))
+
+
+@invariant(
+    "blocks/same-prefix",
+    stop_now=EVICT_BLOCKS,
+    tokens="tokens",
+    on=(OtherPrefix,),
+    message="Request {read_by} hit block {block}, into which {written_by} computed the KV of another prefix: "
+    "of the {end} tokens up to the end of the block, not all are those of {read_by}.",
+    near_misses=(
+        "prompts that share their first blocks and differ in the next one",
+        "a block that is cached again for other tokens after its eviction",
+        "a session whose last sampled token is replaced by the next chunk, before the block was full",
+        "a block that was cached before the journal began, whose prefix is not known",
+    ),
+)
+def same_prefix(entry: Entry) -> Iterator[Witness]:
+    """A request hits only blocks that were computed for its own prefix.
+
+    The engine finds hits by its block hashes. The observer hashes all tokens up to the end of each cached
+    block itself, as the request that cached the block has them (with those after it that the engine's hash
+    covers for a drafter), and compares this with the same hash of each request that hits the block. Violated
+    when they differ: a block hash was chained to the wrong parent, kept although its tokens were replaced, or
+    stands for two prefixes. The request reads the KV of other tokens. ``blocks/isolation`` compares cache
+    salt, adapter and multimodal inputs, and the invariants of weights the weights.
+    """
+    subject = entry.subject
+    assert isinstance(subject, OtherPrefix)
+    several = (
+        "Request {read_by} hit {count} blocks, the first of them block {block}, into which {written_by} "
+        "computed the KV of another prefix: of the {end} tokens up to the end of the first, not all are "
+        "those of {read_by}."
+    )
+    yield Witness(
+        several if len(subject.blocks) > 1 else None,
+        subject.story,
+        read_by=subject.holder.request_id,
+        written_by=f"request {subject.writer}" if subject.writer else "a request that has ended",
+        writer=subject.writer,
+        pool=subject.pool,
+        group=subject.group,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+        count=len(subject.blocks),
+        tokens=subject.tokens,
+        end=subject.end,
+    )
 
 
 @invariant(

@@ -26,6 +26,8 @@ OUT_OF_REACH = " (not for this engine)"
 REACHED = {"sglang": "tokens"}
 """The highest level at which an engine can be observed, if it is not the last one."""
 
+SAME_PREFIX = "blocks/same-prefix"
+
 _OPAQUE = {
     "connector/promise-not-loaded": "the connector's metadata can't be read: only asynchronous loads that a "
     "request did not wait for are checked"
@@ -74,12 +76,17 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coverage(
-    engine: EngineStarted | None, excluded: Iterable[str] = (), *, weights_changed: bool = False
+    engine: EngineStarted | None,
+    excluded: Iterable[str] = (),
+    *,
+    weights_changed: bool = False,
+    unknown_prefixes: int = 0,
 ) -> Coverage:
     """What is examined of an engine that describes itself so; nothing of one that nobody saw start.
 
     ``excluded``: why the contents of some blocks are not checked, a sentence each. ``weights_changed``: while
-    they do not, all KV is of one version, and nothing is said about it.
+    they do not, all KV is of one version, and nothing is said about it. ``unknown_prefixes``: how many hit
+    blocks could not be compared with the reader's prefix.
     """
     if engine is None or engine.level not in LEVELS:
         return Coverage()
@@ -87,6 +94,10 @@ def coverage(
     unchecked, in_part = limits(meanings(engine.version, engine.adapter, engine.engine))
     if settings.get("plan") == "opaque" and settings.get("connector"):
         in_part = _OPAQUE | in_part
+    if settings.get("prefixes") != "compared":
+        unchecked = unchecked | {SAME_PREFIX: "hit blocks were not compared with the reader's prefix"}
+    elif unknown_prefixes:
+        in_part = in_part | {SAME_PREFIX: f"the prefix of {unknown_prefixes:,} hit blocks is not known"}
     level = LEVELS.index(engine.level)
     absent = {
         LOADS: not settings.get("connector"),
@@ -118,7 +129,12 @@ def coverage(
 def ledger_coverage(ledger: Ledger, engine: EngineStarted | None = None) -> Coverage:
     """What is examined of the engine of a ledger. ``engine``: its description, if it is known otherwise."""
     changed = ledger.weights.version > 0
-    return coverage(engine or ledger.engine, ledger.contents.excluded, weights_changed=changed)
+    return coverage(
+        engine or ledger.engine,
+        ledger.contents.excluded,
+        weights_changed=changed,
+        unknown_prefixes=ledger.sums.prefixes.get("unknown", 0),
+    )
 
 
 def _of(rows: Iterable[Invariant], reasons: dict[str, str]) -> dict[str, str]:

@@ -46,6 +46,8 @@ class Attempt(msgspec.Struct, gc=False):
     """The local tokens that the connector was asked to extend; -1: not asked."""
     cut: int = 0
     """Tokens that the connector cut off the prompt when it was asked."""
+    blocks: Any = None
+    """The blocks of the lookup, by group; None without one."""
     tiers: ev.TiersReported | None = None
     """The tiers of the external tokens; None: the connector was not asked."""
 
@@ -128,10 +130,12 @@ class Admissions:
             adapter = getattr(request, "lora_request", None)
             if adapter is not None:
                 self._observer.weights.adapter_runs(adapter)
-            self.attempts[request_id] = Attempt(request, request.num_prompt_tokens, tokens, tokens)
+            attempt = Attempt(request, request.num_prompt_tokens, tokens, tokens)
+            self.attempts[request_id] = attempt
             self.queue.looked_up()
         else:  # a second lookup in the step, after the connector's answer
             attempt.looked_up = attempt.local = tokens
+        attempt.blocks = result[0]
 
     def attempt(self, request: Any) -> Attempt:
         """This step's attempt; a new one without a lookup where the engine used an older answer."""
@@ -300,6 +304,10 @@ class Admissions:
             missed = self.sample.admitted(request, local + external)
         split = resumed, local, external, not scheduled, begins, counted, self.cut(attempt)
         events.append(ev.Admitted(now, number, step, *split, missed))
+        if local > 0 and self._observer.pools is not None:
+            compared = self._observer.pools.hit(request, attempt.blocks, local)
+            if compared is not None:
+                events.append(compared)
         if attempt.tiers is not None:
             events.append(attempt.tiers)
         if begins != computed:

@@ -142,6 +142,8 @@ class Lives:
     def session_extends(self, session: Any, *_: Any) -> int:
         """``_update_request_as_session`` is called: a queued chunk ends the turn at once. Note its length."""
         self._turn_ends(session)
+        if self._observer.pools is not None:
+            self._observer.pools.tokens_change(session)
         return int(session.num_tokens)
 
     def _turn_ends(self, request: Any) -> None:

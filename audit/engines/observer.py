@@ -234,7 +234,7 @@ class Observer:
             adapter=self.NAME,
             level=self.level,
             process_id=os.getpid(),
-            configuration=self.configuration() | self.instance | self._hash_key(),
+            configuration=self.configuration() | self.instance | self._hash_key() | self._compares_prefixes(),
         )
         weights = dict(self.weights.versions)
         self.log.restart(started, ev.Snapshot(now, self.step, rows, self.log.undelivered, weights))
@@ -248,6 +248,11 @@ class Observer:
         """What tells the key of comparable hash ids from others, if the ids have one."""
         key = None if self.pools is None else self.pools.hash_key
         return {} if key is None else {"hash_key": key}
+
+    def _compares_prefixes(self) -> dict[str, ev.Setting]:
+        """That hit blocks are compared with the reader's prefix, if they are."""
+        compares = self.pools is not None and self.pools.prefixes is not None
+        return {"prefixes": "compared"} if compares else {}
 
     def at_rest(self) -> None:
         """Between two steps: emit a snapshot if the sink wants one, or a census if one is due."""

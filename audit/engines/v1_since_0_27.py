@@ -186,6 +186,8 @@ class V1Observer(Observer):
         census = ev.Census(
             now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, misqueued=queued
         )
+        if self.pools is not None:
+            self.pools.report_compared()
         self.log.emit(self._idle_census(census, idle) if idle else census)
 
     def _idle_census(self, census: ev.Census, idle: int) -> ev.Census:

@@ -115,6 +115,10 @@ def _references(event: pool_calls.BlocksTouched | pool_calls.BlocksFreed) -> str
     return ""
 
 
+def _hits_compared(event: ev.HitsCompared) -> str:
+    return _in_rows_of(3, "other", event.other) or _within(event, 0, "equal", "unknown")
+
+
 def _block_copied(event: ev.BlockCopied) -> str:
     return "" if len(event.blocks) == 2 else "a copy has no source and target"
 
@@ -322,6 +326,7 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.BlockStatesReported: _block_states,
     ev.BlocksCached: lambda event: _cached_rows("rows", event.rows),
     ev.BlockCopied: _block_copied,
+    ev.HitsCompared: _hits_compared,
     ev.BlocksPromised: _blocks_promised,
     ev.TiersReported: _tiers_reported,
     ev.EncoderInputsSeen: _encoder_inputs,

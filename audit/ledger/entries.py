@@ -139,6 +139,22 @@ class ForeignHit(NamedTuple):
     story: list[str]
 
 
+class OtherPrefix(NamedTuple):
+    """A request hit cached blocks into which the KV of another prefix was computed.
+
+    ``end``: where the first of them ends in the request. ``writer``: who cached it.
+    """
+
+    pool: int
+    group: int
+    blocks: list[int]
+    tokens: int
+    end: int
+    writer: str
+    holder: Holder
+    story: list[str]
+
+
 class ForeignLoad(NamedTuple):
     """A request was promised external tokens whose KV was saved under other isolation classes.
 
@@ -193,6 +209,7 @@ Subject = (
     | ReadInvalid
     | UncommittedHit
     | ForeignHit
+    | OtherPrefix
     | ForeignLoad
     | SharedWrite
     | Uncovered

@@ -103,6 +103,16 @@ def _follow_runs(state: LedgerState, event: ev.Event) -> None:
         step_runs(state)
 
 
+def _count_prefixes(state: LedgerState, event: ev.HitsCompared) -> None:
+    for name, blocks in (
+        ("equal", event.equal),
+        ("unknown", event.unknown),
+        ("other", len(event.other) // 3),
+    ):
+        if blocks:
+            state.sums.count_prefixes(name, blocks)
+
+
 def _forget_sketches(state: LedgerState, event: ev.Event) -> None:
     state.sketches.forget()
 
@@ -126,6 +136,7 @@ _FOLLOWING: dict[Callable[[LedgerState, Any], None], tuple[type[ev.Event], ...]]
     _follow_transfers: (ev.Stepped,),
     _follow_runs: (ev.Stepped, ev.Repeated),
     _forget_sketches: (ev.PoolReset,),
+    _count_prefixes: (ev.HitsCompared,),
     _note_promise: (ev.Admitted, ev.BlocksPromised),
     _follow_blocks: tuple(kind for kind in get_args(ev.EmittedEvent) if kind not in BlockLedger.EVENTS),
     _weigh_hits: (ev.Admitted,),

@@ -79,6 +79,8 @@ class LedgerSums(Sums):
     see; ``arrived``: a miss, the connector loaded the block for this request; ``unmatched``: read by a
     request that the ledger can't find in that step.
     """
+    prefixes: dict[str, int] = {}
+    """Hit blocks by how their prefix compares with the reader's: ``equal``, ``other``, ``unknown``."""
     transfers: dict[str, int] = {}
     """Blocks by what their transfers to and from a store showed."""
     recomputed: Recomputed = msgspec.field(default_factory=Recomputed)
@@ -99,6 +101,10 @@ class LedgerSums(Sums):
     def count_content(self, name: str, blocks: int = 1) -> None:
         """Count blocks by what happened to their contents."""
         add_tokens(self.contents, name, blocks)
+
+    def count_prefixes(self, name: str, blocks: int) -> None:
+        """Count hit blocks by what comparing their prefix showed."""
+        add_tokens(self.prefixes, name, blocks)
 
     def count_transfer(self, name: str, blocks: int = 1) -> None:
         """Count blocks by what a transfer showed."""

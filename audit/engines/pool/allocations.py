@@ -58,6 +58,8 @@ class Allocations:
         """Steps whose owners have not been found."""
         self.expect: Expect | None = None
         """Called with the blocks that may be cached next. None if ``cache_full_blocks`` is wrapped."""
+        self.owned: Callable[[Owners, list[int]], None] | None = None
+        """Called with the owners of all allocated blocks, and the ids. None as for ``expect``."""
         self._buffer = buffer
         """Holds the allocated blocks, and the calls between them."""
         self._managers = managers
@@ -179,6 +181,8 @@ class Allocations:
     def _write(self, step: int, owners: Owners, ids: list[int]) -> None:
         """Write the allocations of the blocks with these ``ids``."""
         self.tables_known = owners.tables_known
+        if self.owned is not None:
+            self.owned(owners, ids)
         if self.expect is not None:
             blocks, still = self._buffer.allocated, ids
             if not owners.tables_known:  # some may have been freed since

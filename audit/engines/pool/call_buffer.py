@@ -43,10 +43,13 @@ class RequestNumbers(dict[str | None, int]):
     def __init__(self, intern: Callable[[str], int]) -> None:
         super().__init__({None: NO_REQUEST})
         self._intern = intern
+        self.ids: dict[int, str] = {}
+        """Request ids by number."""
 
     def __missing__(self, request_id: str | None) -> int:
         assert request_id is not None
         number = self[request_id] = self._intern(request_id)
+        self.ids[number] = request_id
         return number
 
 
@@ -126,6 +129,7 @@ class CallBuffer:
         """The engine has forgotten a request."""
         number = self.request_nos.pop(request_id, None)
         if number is not None:
+            self.request_nos.ids.pop(number, None)
             self.rows += (TABLES_REMOVED, number, -1, 0, 0)
 
     def step_follows(self, step: int) -> None:

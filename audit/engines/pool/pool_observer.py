@@ -15,6 +15,7 @@ from .allocations import Allocations
 from .call_buffer import CallBuffer, block_ids, reference_counts
 from .caller_stack import Caller, Callers
 from .hash_ids import HashId
+from .prefixes import Prefixes
 
 
 class Emitter(NamedTuple):
@@ -40,6 +41,7 @@ class PoolObserver:
         callers: Callers,
         hash_id: HashId,
         emitter: Emitter,
+        prefixes: Prefixes | None,
         *,
         shares_frees: bool,
     ) -> None:
@@ -54,6 +56,8 @@ class PoolObserver:
         """Returns the number that stands for a block hash."""
         self._emitter = emitter
         """Emits the events that are not buffered."""
+        self._prefixes = prefixes
+        """Knows the prefix of each cached block; None without a scheduler."""
         self._shares_frees = shares_frees
         """Whether the engine has several pools; a pool passes another pool's block on to that pool."""
         self._several_hashes = False
@@ -137,6 +141,8 @@ class PoolObserver:
                 (fresh if old is None else replaced).extend((block.block_id, self._hash_id(new), end))
         if fresh or replaced:
             number, length = self._buffer.request_nos[request.request_id], request.num_tokens
+            if self._prefixes is not None:
+                self._prefixes.cached(self._pool, number, [*fresh[::3], *replaced[::3]])
             head = self._pool_no, number, kv_cache_group_id, length
             if fresh:
                 self._buffer.blocks_cached(*head, False, fresh)
@@ -161,6 +167,8 @@ class PoolObserver:
     ) -> None:
         """``cache_partial_block`` returned: the block got a hash for its first tokens, perhaps one more."""
         self._several_hashes = True
+        if self._prefixes is not None and result is not None:
+            self._prefixes.forget_block(self._pool, block.block_id)
         first, further = before
         replaced = first is not None and block._block_hash != first
         if result is None or not (replaced or (result != first and result not in further)):
@@ -207,6 +215,8 @@ class PoolObserver:
     def hashes_moved(self, _: None, __: None, src_block: Any, dst_block: Any) -> None:
         """``move_block_hashes``: the source stays in its table and will be written to."""
         head, ids = self._head(self._callers.caller()), block_ids((src_block, dst_block))
+        if self._prefixes is not None:
+            self._prefixes.moved(self._pool, *ids)
         self._emitter.emit(ev.BlockCopied(*head, ids, True, self._emitter.stack()))
 
     def block_copied(

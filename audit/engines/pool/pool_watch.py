@@ -27,6 +27,7 @@ from .hash_tracker import HashTracker, can_track
 from .isolation import IsolationClasses
 from .pool_census import Sweep
 from .pool_observer import Emitter, PoolObserver
+from .prefixes import Prefixes
 from .requirements import ALL_GROUPS, EVICTING, MANAGER, OCCASIONAL, POOL, TRACKED, evicts, refusal
 
 OURS = (__package__, Hooks.__module__)
@@ -84,8 +85,12 @@ class PoolWatch:
         self.hash_key = key.print if key is not None else None
         """What tells the shared key of hash ids from others; None: they have a secret of this process."""
         hash_id = hash_ids(key)
+        self.prefixes: Prefixes | None = None
+        """Compares the prefixes of hit blocks; None without a scheduler."""
+        if scheduler is not None:
+            self.prefixes = Prefixes(managers, self._request_of, tracked=tracked)
         emitter = Emitter(self.emit, self.emit_all_calls, self._stack)
-        parts = self._buffer, self._allocations, self._callers, hash_id, emitter
+        parts = self._buffer, self._allocations, self._callers, hash_id, emitter, self.prefixes
         several = len(self._pools) > 1
         self._observers = [
             PoolObserver(pool, number, *parts, shares_frees=several)
@@ -104,6 +109,8 @@ class PoolWatch:
                     scheduler, managers[0], self._buffer, self._callers, hash_id, self._allocations
                 )
                 self._allocations.expect = self._hashes.expect
+                if self.prefixes is not None:
+                    self._allocations.owned = self.prefixes.allocated
             self._wrap(manager, managers)
         except Exception:
             self.remove()
@@ -129,6 +136,7 @@ class PoolWatch:
     def remove(self) -> None:
         """Emit the last calls and restore everything. Idempotent."""
         self.emit_all_calls()
+        self.report_compared()
         self._active = False
         while self._hooks:
             self._hooks.pop().remove()
@@ -147,6 +155,9 @@ class PoolWatch:
 
     def _hook_failed(self, hook: str, error: Exception, _: bool) -> None:
         self.fail(hook, error)
+
+    def _request_of(self, number: int) -> Any:
+        return self._scheduler.requests.get(self._buffer.request_nos.ids.get(number))
 
     # --- emitting -----------------------------------------------------------------------------------
 
@@ -202,6 +213,31 @@ class PoolWatch:
         if self._hashes is not None:
             self._hashes.looked_up(request_id)
 
+    def hit(self, request: Any, blocks: Any, tokens: int) -> ev.HitsCompared | None:
+        """A request was admitted with a local hit: the event, if a block of it holds another prefix.
+
+        ``blocks``: the KVCacheBlocks of the lookup; None if the engine used the answer of an earlier one.
+        """
+        if self.prefixes is None:
+            return None
+        try:
+            other = self.prefixes.hit(request, getattr(blocks, "blocks", None), tokens)
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("get_computed_blocks", error)
+            return None
+        number = self._buffer.request_nos[request.request_id] if other else -1
+        return self._compared(number, other) if other else None
+
+    def report_compared(self) -> None:
+        """Emit how many hit blocks were compared since the last time."""
+        if self.prefixes is not None and any(self.prefixes.counts):
+            self.emit(self._compared(-1, []))
+
+    def _compared(self, number: int, other: list[int]) -> ev.HitsCompared:
+        assert self.prefixes is not None
+        equal, unknown = self.prefixes.take_counts()
+        return ev.HitsCompared(self._log.now(), self._step(), number, equal, unknown, other)
+
     def scheduled(self, output: Any, request_nos: list[int] | None, *, unchanged: bool) -> None:
         """A step has been scheduled; its own event has not been emitted.
 
@@ -242,11 +278,22 @@ class PoolWatch:
             except Exception as error:  # an observer must never stop the engine
                 self.fail("free_blocks", error)
 
+    def tokens_change(self, request: Any) -> None:
+        """Tokens of a request are about to be replaced."""
+        try:
+            self._allocations.write_deferred()
+            if self.prefixes is not None:
+                self.prefixes.tokens_change(request, self._buffer.request_nos[request.request_id])
+        except Exception as error:  # an observer must never stop the engine
+            self.fail("a session's next chunk", error)
+
     def ends(self, request: Any) -> None:
         """A request has ended and is about to free its blocks, unless a connector keeps them."""
-        self._buffer.request_nos[request.request_id]
+        number = self._buffer.request_nos[request.request_id]
         self._ending.append(request)
         self.leaves(request.request_id)
+        if self.prefixes is not None:
+            self.prefixes.ends(number)
 
     def frees_deferred(self, _: None, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``: a request gives up its table; its blocks are freed later."""

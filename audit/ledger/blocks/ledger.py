@@ -14,7 +14,16 @@ from ... import events as ev
 from ... import pool_calls
 from ...causes import EVICTED, GROUPS, NEVER_SEEN, NOT_HIT, RESET
 from ..account import Account, CachedRange, GroupBlock, Life
-from ..entries import BlockComparison, BlockFinding, Leak, PoolComparison, SharedWrite, StrayFree, Uncovered
+from ..entries import (
+    BlockComparison,
+    BlockFinding,
+    Leak,
+    OtherPrefix,
+    PoolComparison,
+    SharedWrite,
+    StrayFree,
+    Uncovered,
+)
 from . import isolation, reads
 from .holdings import Following, Holdings
 from .isolation import isolation_below, report_other_classes
@@ -483,9 +492,25 @@ def _reset(holdings: Holdings, event: ev.PoolReset) -> None:
     pool.has_hash, pool.hashes_known = 0, True
 
 
+def _compared(holdings: Holdings, event: ev.HitsCompared) -> None:
+    """Report the hit blocks that hold another prefix than the reader's, by group."""
+    rows = list(zip(*(iter(event.other),) * 3, strict=True))
+    for group in dict.fromkeys(row[0] for row in rows):
+        number = next((n for n, pool in holdings.pools.items() if group in pool.groups), None)
+        if number is None:
+            continue
+        pool, blocks = holdings.pools[number], [block for each, block, _ in rows if each == group]
+        end = next(end for each, _, end in rows if each == group)
+        record, holder = holdings.record(pool, blocks[0]), holdings.holder(TABLE, event.request, group)
+        tokens, story = len(blocks) * pool.groups[group][0], holdings.story(number, blocks[0], second=holder)
+        subject = OtherPrefix(number, group, blocks, tokens, end, record.writer, holder, story)
+        holdings.report(subject, event.request)
+
+
 HASHES: dict[type[ev.Event], Callable[[Holdings, Any], None]] = {
     ev.BlocksCached: _cached,
     ev.BlocksEvicted: _evicted,
+    ev.HitsCompared: _compared,
     ev.PoolReset: _reset,
 }
 
