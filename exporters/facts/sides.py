@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -12,11 +13,12 @@ from ...audit import text
 from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
 from ...audit.figures.labels import BY_NAME, GROUPED
-from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.engine_audit import EngineAudit, counted
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.observers import Steps
 from ...audit.replay.parallel import Run
 from ...audit.replay.windows import Window
+from ...audit.text import utc
 from .dataset import facts_of_windows
 from .groups import KEYS, as_text
 from .misses import Sampled, misses_by_group, sampled_misses
@@ -29,15 +31,16 @@ Figures = Mapping[str, int]
 
 UNLABELLED = tuple(label.none for label in GROUPED if label.none)
 
-TENANT, ADAPTER, PRIORITY = "tenant", "adapter", "priority"
+TENANT, ADAPTER, PRIORITY, JOURNAL = "tenant", "adapter", "priority", "journal"
 
 
 class Side(msgspec.Struct, kw_only=True):
     """What the requests that ended in a time, and the engines that served them, amount to.
 
     ``seconds``: in which engines ran, each from the first end of a request to its last; None: not known.
-    ``labels``: figures by kind of label, then by its value. ``by_engine``: requests by tenant and journal.
-    ``findings``: number of findings by invariant. ``started``: engines that started in the window.
+    ``labels``: figures by kind of label, then by its value. ``by_engine``: figures by tenant and journal.
+    ``findings``: number of findings by invariant. ``started``: journals of engines that started then.
+    ``died``: a sentence for each engine that ended in the window without shutting down, or raised.
     ``resets``: of prefix caches.
     """
 
@@ -50,12 +53,13 @@ class Side(msgspec.Struct, kw_only=True):
     sampled: Sampled = Sampled()
     """What became before of the contents that prompts missed."""
     labels: Mapping[str, Mapping[str, Figures]] = {}
-    by_engine: Mapping[tuple[str, str], int] = {}
+    by_engine: Mapping[tuple[str, str], Figures] = {}
     outcomes: Mapping[str, int] = {}
     first_token_p95: float | None = None
     """Seconds."""
     findings: Mapping[str, int] = {}
-    started: int = 0
+    started: frozenset[str] = frozenset()
+    died: Sequence[str] = ()
     engines: int = 0
     resets: int = 0
     work: Work = Work()
@@ -89,6 +93,11 @@ class Side(msgspec.Struct, kw_only=True):
     def rate(self) -> float | None:
         """Requests a second."""
         return ratio(self.of("requests"), self.seconds)
+
+    @property
+    def busy(self) -> float | None:
+        """Seconds of engine time that steps took, a second."""
+        return ratio(self.busy_us / 1e6, self.seconds)
 
     def mean(self, figure: str, of: str = "requests") -> float | None:
         """A figure per request."""
@@ -125,7 +134,10 @@ def _side(found: Facts, window: Window) -> Side:
     everything = groups[()]
     served = {name for group in by_group(found, [as_text("journal")]) for name in group}
     audits = list(zip(found.audits, found.engines, strict=True))
-    engines = [audit for audit, engine in audits if engine.journal in served or _started(audit, window)]
+    died = {engine.journal: text for audit, engine in audits if (text := _died(audit, window))}
+    started = {engine.journal for audit, engine in audits if _started(audit, window)}
+    here = {*served, *started, *died}
+    engines = [audit for audit, engine in audits if engine.journal in here]
     engines = engines or [audit for audit, _ in audits if _ran(audit, window)]
     steps = [audit.of(Steps) for audit in engines]
     seconds, resets, first_token_p95 = _times(found)
@@ -142,7 +154,8 @@ def _side(found: Facts, window: Window) -> Side:
         outcomes=_requests(by_group(found, [KEYS["outcome"]])),
         first_token_p95=first_token_p95,
         findings=Counter({row.id: row.findings for row in audit.found}),
-        started=sum(_started(audit, window) for audit in engines) if window.since is not None else 0,
+        started=frozenset(started if window.since is not None else ()),
+        died=list(died.values()),
         engines=len(engines),
         resets=resets,
         work=sum((each.sums.work for each in steps), Work()),
@@ -159,6 +172,20 @@ def _ran(audit: EngineAudit, window: Window) -> bool:
 
 def _started(audit: EngineAudit, window: Window) -> bool:
     return audit.began_seconds is not None and window.holds(audit.began_seconds)
+
+
+def _died(audit: EngineAudit, window: Window) -> str:
+    """How an engine went wrong in a window with a beginning, without a dot; "" if it did not."""
+    if window.since is None:
+        return ""
+    journal, ledger = audit.journal, audit.auditor.ledger
+    if journal.window.errors:
+        return f"{audit.name} raised {', '.join(sorted(journal.window.errors))}"
+    last = journal.gone_by if journal.gone_by < inf else journal.whole_until
+    if not journal.lost_tails or not window.touches(journal.whole_until, last):
+        return ""
+    left = counted(len(ledger.open), "request")
+    return f"{audit.name} ended without shutting down after {utc(journal.whole_until)}, with {left} open"
 
 
 def _times(facts: Facts) -> tuple[float | None, int, float | None]:
@@ -192,7 +219,7 @@ def _tenant(facts: Facts) -> str:
 
 
 def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:
-    columns = {TENANT: _tenant(facts), ADAPTER: KEYS["lora"]}
+    columns = {TENANT: _tenant(facts), ADAPTER: KEYS["lora"], JOURNAL: as_text("journal")}
     if not facts.gone:
         columns[PRIORITY] = KEYS["priority"]
     return {
@@ -201,9 +228,9 @@ def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:
     }
 
 
-def _by_engine(facts: Facts) -> dict[tuple[str, str], int]:
+def _by_engine(facts: Facts) -> dict[tuple[str, str], Figures]:
     found = by_group(facts, [_tenant(facts), as_text("journal")])
-    return {(group[0], group[1]): sums.figures["requests"] for group, sums in found.items() if group}
+    return {(group[0], group[1]): sums.figures for group, sums in found.items() if group}
 
 
 def _requests(groups: Mapping[Group, GroupSums]) -> dict[str, int]:

@@ -4,13 +4,20 @@ A rule is a function from :class:`Change` to a :class:`Cause`, or to None where 
 its threshold or are not known. ``RULES`` has all of them in the order in which causes are named, the roots
 before what follows from them: a change that makes other figures change stands before the rules of these
 figures. So a smaller pool stands before evictions, and a flood of requests before the time others waited.
+
+One law decides which causes are said (:func:`likeliest`). A cause has an :class:`Effect`: a figure that
+became worse for users, and what this figure would be with the cause undone. The cause is said if that
+explains ``EXPLAINED`` of the change that the causes before it have left. So what does no harm is no cause,
+and what follows from a cause is not said beside it. Violations, deaths, failed loads, starved and aborted
+requests are harm themselves. A cause must also begin inside the window: its rule must hold beside the time
+just before it (:func:`_eve`), too.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +32,17 @@ from ...audit.replay.windows import EVERYTHING, Window, instant, seconds_of, win
 from ...audit.text import utc
 from ..answer import DIM, Answer, Words, counted, listed, percent, records
 from ..answer import milliseconds as shown
-from ..facts.sides import ADAPTER, PRIORITY, TENANT, UNLABELLED, Side, ratio, sides_at
+from ..facts.sides import (
+    ADAPTER,
+    JOURNAL,
+    PRIORITY,
+    TENANT,
+    UNLABELLED,
+    Figures,
+    Side,
+    ratio,
+    sides_at,
+)
 from .diff import FigureChange, SettingChange, change_table, most_changed, setting_changes, settings_table
 
 BEFORE, YESTERDAY = "before", "yesterday"
@@ -40,12 +57,20 @@ NOTHING = "Nothing changed."
 
 
 class NamedCause(msgspec.Struct, frozen=True, kw_only=True):
-    """A cause, as :class:`Cause` has it; ``next`` are commands."""
+    """A cause, as :class:`Cause` has it; ``next`` are commands.
+
+    ``figure``: what it made worse, as a key of ``FIGURES``. ``undone``: what this figure would be without the
+    cause. ``share``: the part of its change that this explains; above 1 where other changes went the other
+    way. None: the cause is harm itself.
+    """
 
     name: str
     text: str
     now: str
     next: list[str]
+    figure: str | None = None
+    undone: float | None = None
+    share: float | None = None
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +112,7 @@ def incident(
     if until is not None and begin >= until:
         raise LedgerError(f"Nothing lies between --since {since} and --at {at}.")
     then = Window(begin, until)
-    before, after = _sides(paths, then, against, now, run)
+    before, after, eve = _sides(paths, then, against, now, run)
     if not before.audit.engines or not before.of("requests"):
         raise LedgerError(
             f"There is nothing to compare with: no request ended {_when(against, then)}. --against names "
@@ -95,8 +120,10 @@ def incident(
         )
     if not after.audit.engines:
         raise LedgerError(f"No engine was observed from {utc(begin)} on: --since or --at names another time.")
-    changes = [row for row in setting_changes(before.audit, after.audit) if row.setting not in WITHOUT_EFFECT]
+    changes = _changed_settings(before, after)
     change = Change(before=before, after=after, settings=changes)
+    said, older = likeliest(change, *([] if eve is None else [_beside(eve, after)]))
+    notes = [f"Already before {utc(begin)}: {cause.text} --since names when it began." for cause in older]
     named = {"path": shlex.join(map(str, paths)), "since": utc(begin).replace(" UTC", "Z").replace(" ", "T")}
     return Incident(
         since=begin,
@@ -111,28 +138,54 @@ def incident(
                 text=cause.text,
                 now=cause.now,
                 next=[f"kvledger {one.strip()}" for one in cause.next.format(**named).split(";") if one],
+                figure=effect and effect.figure,
+                undone=effect and effect.undone,
+                share=effect and effect.share,
             )
-            for cause in likeliest(change)
+            for cause, effect in said
         ],
         settings=changes,
         figures=list(_figures(before, after)),
         misses=_misses(before, after),
-        notes=after.audit.notes,
+        notes=[*notes, *after.audit.notes],
     )
 
 
-def _sides(paths: Sequence[Path], then: Window, against: str, now: float, run: Run) -> tuple[Side, Side]:
-    """The side that ``against`` names, and that of the incident."""
+def _sides(
+    paths: Sequence[Path], then: Window, against: str, now: float, run: Run
+) -> tuple[Side, Side, Side | None]:
+    """The side that ``against`` names, that of the incident, and that of its eve, where there is one."""
     assert then.since is not None
     span = seconds_of(against)
     if against not in (BEFORE, YESTERDAY) and span is None:
         (before,), (after,) = sides_at([Path(against)], [EVERYTHING], run), sides_at(paths, [then], run)
-        return before, after
-    until = then.since
+        return before, after, None
+    end = now if then.until is None else then.until
     if against == YESTERDAY:
-        until = min((now if then.until is None else then.until) - DAY, then.since)
-    before, after = sides_at(paths, [Window(then.since - (span or DAY), until), then], run)
-    return before, after
+        before, after = sides_at(paths, [Window(then.since - DAY, min(end - DAY, then.since)), then], run)
+        return before, after, None
+    windows = [Window(then.since - (span or DAY), then.since), then]
+    eve = _eve(windows[0], end - then.since)
+    before, after, *more = sides_at(paths, [*windows, *([] if eve is None else [eve])], run)
+    return before, after, next((side for side in more if side.of("requests")), None)
+
+
+def _eve(before: Window, seconds: float) -> Window | None:
+    """The time just before an incident, as long as it; None if that is all that is compared with.
+
+    What was so in this time already did not begin in the incident.
+    """
+    assert before.since is not None and before.until is not None
+    since = before.until - seconds
+    return Window(since, before.until) if since > before.since else None
+
+
+def _beside(eve: Side, after: Side) -> Change:
+    return Change(before=eve, after=after, settings=_changed_settings(eve, after))
+
+
+def _changed_settings(before: Side, after: Side) -> list[SettingChange]:
+    return [row for row in setting_changes(before.audit, after.audit) if row.setting not in WITHOUT_EFFECT]
 
 
 def _when(against: str, then: Window) -> str:
@@ -224,21 +277,37 @@ def _sentences(found: Incident, verbose: bool) -> Iterator[str]:
     named = found.causes if verbose else found.causes[:NAMED]
     for place, cause in enumerate(named):
         yield f"{'Next likeliest' if place else 'Likeliest cause'}: {cause.text}"
+        if cause.figure is not None and cause.undone is not None and cause.share is not None:
+            figure = FIGURES[cause.figure]
+            yield (
+                f"  Undone, {figure.name} would be {figure.said(cause.undone)}: that explains "
+                f"{100 * cause.share:.0f} % of the change."
+            )
         if cause.now:
             yield f"  Now: {cause.now}"
         yield from (f"  Next: {command}" for command in (cause.next if not place or verbose else []))
     if left := len(found.causes) - len(named):
         yield Words(f"{counted(left, 'more cause')}: -v prints all.", DIM)
     if not found.causes:
-        yield "No cause that kvledger knows changed; the tables show what did." if found.felt else NOTHING
+        yield (
+            "No cause that kvledger knows changed; the tables show what did."
+            if found.felt
+            else _nothing(found)
+        )
     if found.felt:
         yield f"Worse for users: {listed(found.felt)}."
     elif found.causes:
-        yield "Hits, first tokens and preemptions of all requests together did not become worse."
+        yield "Hits, first tokens, preemptions and engine time of all requests together did not become worse."
     before, after = found.verdicts
     yield f"{after}{'' if before == after else f', before: {before}'}."
     yield Words(_compared(found), DIM)
     yield from (Words(note, DIM) for note in found.notes)
+
+
+def _nothing(found: Incident) -> str:
+    if not found.settings:
+        return NOTHING
+    return f"Nothing became worse, though {counted(len(found.settings), 'setting')} changed."
 
 
 def _compared(found: Incident) -> str:
@@ -273,6 +342,12 @@ NEW_SHARE = 0.1
 
 SLOWER = 1.25
 """Steps are slower if the same work takes so many times as long."""
+
+BUSIER, LEAST_BUSY = 1.25, 0.1
+"""Engine time rose if it is so many times as much, and by so many seconds a second."""
+
+EXPLAINED = 0.25
+"""A cause is said if it explains this part of the change of a figure that became worse."""
 
 SAME_WORK = 0.2
 """Steps do the same work if prefill tokens, decoding requests and drafts a step differ by a smaller part."""
@@ -321,24 +396,162 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return _both(self.before.mean(figure, of), self.after.mean(figure, of))
 
 
+class Figure(NamedTuple):
+    """What users and operators feel: its value on a side, when it became worse, and its words."""
+
+    name: str
+    value: Callable[[Side], float | None]
+    worse: Callable[[float, float], bool]
+    said: Callable[[float], str]
+    whole: str = ""
+    """The figure by which the parts of this one add up, or ""."""
+
+
+def _ms(microseconds: float) -> str:
+    return shown(microseconds / 1e3)
+
+
+HITS, FIRST, PREEMPTED, BUSY = "hits", "first", "preempted", "busy"
+FIGURES: Mapping[str, Figure] = {
+    HITS: Figure(
+        "the share of prompt tokens that hit",
+        lambda side: side.hits,
+        lambda before, now: before - now >= POINTS,
+        percent,
+        "prompt_tokens",
+    ),
+    FIRST: Figure(
+        "the time to first token",
+        lambda side: side.mean("first_token_microseconds", "first_tokens"),
+        lambda before, now: _rose(before, now, 1e3 * LEAST_MILLISECONDS),
+        _ms,
+        "first_tokens",
+    ),
+    PREEMPTED: Figure(
+        "preemptions a request",
+        lambda side: side.mean("preemptions"),
+        lambda before, now: _rose(before, now, PREEMPTIONS),
+        "{:.2f}".format,
+        "requests",
+    ),
+    BUSY: Figure(
+        "engine time a second",
+        lambda side: side.busy,
+        lambda before, now: now >= BUSIER * before and now - before >= LEAST_BUSY,
+        "{:.2f} s".format,
+    ),
+}
+"""What a cause can make worse."""
+
+PARTS = {HITS: ("local", "external"), FIRST: ("first_token_microseconds",), PREEMPTED: ("preemptions",)}
+"""The figures that sum to each, divided by its whole."""
+
+
+class Effect(NamedTuple):
+    """A figure that became worse, and what it would be without a cause."""
+
+    figure: str
+    before: float
+    now: float
+    undone: float
+
+    @property
+    def share(self) -> float:
+        """The part of the change that the cause explains."""
+        return (self.undone - self.now) / (self.before - self.now)
+
+
 class Cause(NamedTuple):
     """A cause in one sentence with its figures, what helps now, and the command to run next.
 
-    ``now`` and ``next`` may be empty; ``next`` has ``{path}`` and ``{since}``.
+    ``now`` and ``next`` may be empty; ``next`` has ``{path}`` and ``{since}``. ``effects``: what the cause
+    made worse; None: it is harm itself.
     """
 
     name: str
     text: str
     now: str = ""
     next: str = ""
+    effects: Sequence[Effect] | None = None
 
 
 Rule = Callable[[Change], Cause | None]
 
 
-def likeliest(change: Change) -> list[Cause]:
-    """The causes of all rules that apply, the likeliest first."""
-    return [cause for rule in RULES if (cause := rule(change)) is not None]
+def likeliest(change: Change, *earlier: Change) -> tuple[list[tuple[Cause, Effect | None]], list[Cause]]:
+    """The causes that are said, the likeliest first, and those that began before the window.
+
+    ``earlier``: the incident beside other times before it, in which each cause has to hold as well.
+    """
+    said: list[tuple[Cause, Effect | None]] = []
+    older: list[Cause] = []
+    left = dict.fromkeys(FIGURES, 1.0)
+    for rule in RULES:
+        cause = rule(change)
+        if cause is None:
+            continue
+        effect = None
+        if cause.effects is not None:
+            explained = [one for one in cause.effects if min(one.share, left[one.figure]) >= EXPLAINED]
+            if not explained:
+                continue
+            effect = explained[0]
+        if not all(_holds(rule(one)) for one in earlier):
+            older.append(cause)
+            continue
+        for one in cause.effects or ():
+            left[one.figure] -= one.share
+        said.append((cause, effect))
+    return said, older
+
+
+def _holds(cause: Cause | None) -> bool:
+    return cause is not None and (
+        cause.effects is None or any(effect.share >= EXPLAINED for effect in cause.effects)
+    )
+
+
+def worse(change: Change, name: str) -> tuple[float, float] | None:
+    """A figure before and now, if it became worse; None if it did not, or is not known."""
+    figure = FIGURES[name]
+    both = _both(figure.value(change.before), figure.value(change.after))
+    return both if both is not None and change.enough and figure.worse(*both) else None
+
+
+def _undone(change: Change, name: str, undone: Callable[[float, float], float | None]) -> list[Effect]:
+    """The effect on a figure that became worse; ``undone`` takes the figure before and now."""
+    both = worse(change, name)
+    value = None if both is None else undone(*both)
+    return [] if both is None or value is None else [Effect(name, *both, value)]
+
+
+def as_before(change: Change, rows: Iterable[Figures]) -> list[Effect]:
+    """What would be if these requests had fared as all did before: all figures that are sums of requests."""
+    found, some = [], list(rows)
+    for name, parts in PARTS.items():
+        whole = FIGURES[name].whole
+
+        def undone(before: float, now: float, parts: tuple[str, ...] = parts, whole: str = whole) -> float:
+            gained = sum(before * row.get(whole, 0) - sum(row.get(part, 0) for part in parts) for row in some)
+            return now + gained / change.after.of(whole)
+
+        found += _undone(change, name, undone)
+    return found
+
+
+def more_hits(change: Change, share: float) -> list[Effect]:
+    """What would be if this share of prompt tokens more had hit."""
+    return _undone(change, HITS, lambda before, now: now + share)
+
+
+def less_work(change: Change, part: float) -> list[Effect]:
+    """What would be if engines had this part less to do, and requests waited for admission as before."""
+    waits = change.means("queued_microseconds", "first_tokens")
+    rise = 0.0 if waits is None else waits[1] - waits[0]
+    return [
+        *_undone(change, BUSY, lambda before, now: now * (1 - part)),
+        *_undone(change, FIRST, lambda before, now: now - rise),
+    ]
 
 
 def felt(change: Change) -> list[str]:
@@ -348,20 +561,20 @@ def felt(change: Change) -> list[str]:
 
 def _felt(change: Change) -> Iterator[str]:
     before, after = change.before, change.after
-    if _hits_fell(change):
-        yield f"hits fell from {percent(before.hits or 0.0)} to {percent(after.hits or 0.0)} of prompt tokens"
-    first = change.means("first_token_microseconds", "first_tokens")
+    if hits := worse(change, HITS):
+        yield f"hits fell from {percent(hits[0])} to {percent(hits[1])} of prompt tokens"
     late = _both(before.first_token_p95, after.first_token_p95) if change.enough else None
-    if first is not None and _rose(*first, 1e3 * LEAST_MILLISECONDS):
-        yield f"the time to first token rose from {shown(first[0] / 1e3)} to {shown(first[1] / 1e3)}"
+    if first := worse(change, FIRST):
+        yield f"the time to first token rose from {_ms(first[0])} to {_ms(first[1])}"
     elif late is not None and _rose(*late, LEAST_MILLISECONDS / 1e3):
         yield (
             "the 95th percentile of the time to first token rose from "
             f"{shown(1e3 * late[0])} to {shown(1e3 * late[1])}"
         )
-    preempted = change.means("preemptions")
-    if preempted is not None and _rose(*preempted, PREEMPTIONS):
+    if preempted := worse(change, PREEMPTED):
         yield f"preemptions rose from {preempted[0]:.2f} to {preempted[1]:.2f} a request"
+    if busy := worse(change, BUSY):
+        yield f"steps took {busy[1]:.2f} s of engine time a second, {busy[0]:.2f} s before"
     if new := _new_findings(change, _violations):
         yield f"new violations: {listed(new)}"
 
@@ -446,6 +659,19 @@ def events_lost(change: Change) -> Cause | None:
 # --- what operators changed -----------------------------------------------------------------------------
 
 
+def died(change: Change) -> Cause | None:
+    """Engines ended without shutting down, or raised."""
+    dead = change.after.died
+    if not dead:
+        return None
+    return Cause(
+        "died",
+        f"{len(dead)} of {counted(change.after.engines, 'engine')} died: {listed(dead[:3])}.",
+        "Look at the engine's log at that time, and start it again.",
+        "audit {path} --since {since}",
+    )
+
+
 def settings(change: Change) -> Cause | None:
     """Engines serve with other settings."""
     rows = [row for row in change.settings if row.setting not in WITHOUT_EFFECT]
@@ -461,41 +687,47 @@ def settings(change: Change) -> Cause | None:
         "doctor faults --vllm " + rows[0].after
         if rows[0].setting == "release"
         else "why {path} --since {since}",
+        as_before(change, _new_engines(change)),
     )
+
+
+def _new_engines(change: Change) -> list[Figures]:
+    """The figures of each engine that served nothing before."""
+    before, after = (side.labels.get(JOURNAL, {}) for side in (change.before, change.after))
+    return [figures for name, figures in after.items() if name not in before]
 
 
 def restarted(change: Change) -> Cause | None:
     """Engines started with an empty cache."""
     after = change.after
-    if not after.started or not _hits_fell(change):
+    if not after.started:
         return None
     return Cause(
         "restart",
-        f"{after.started} of {counted(after.engines, 'engine')} started in this time, with an empty prefix "
-        "cache.",
+        f"{len(after.started)} of {counted(after.engines, 'engine')} started in this time, with an empty "
+        "prefix cache.",
         "Wait until the cache has filled, or send the common prefixes once.",
         "journals {path}",
+        as_before(change, _new_engines(change)),
     )
 
 
 # --- the caches -----------------------------------------------------------------------------------------
 
 
-def _hits_fell(change: Change) -> bool:
-    hits = _both(change.before.hits, change.after.hits)
-    return hits is not None and change.enough and hits[0] - hits[1] >= POINTS
-
-
 def resets(change: Change) -> Cause | None:
     """The prefix cache was reset more often."""
     before, after = (ratio(side.resets, side.of("requests")) or 0.0 for side in (change.before, change.after))
-    if after <= TIMES * before or not _hits_fell(change):
+    if after <= TIMES * before:
         return None
+    rises = _rises(change)
+    lost = rises.get(causes.CACHE_RESET, 0.0) or rises.get(causes.NOT_KNOWABLE, 0.0)
     return Cause(
         "resets",
         f"The prefix cache was reset {_times(change.after.resets)}; before: {_times(change.before.resets)}.",
         "Find who calls reset_prefix_cache: an update of weights, a sleep, or a script.",
         "why {path} --since {since}",
+        more_hits(change, lost),
     )
 
 
@@ -535,6 +767,7 @@ def store_lost(change: Change) -> Cause | None:
         "before.",
         "See whether the store was emptied, restarted, or can't be reached.",
         "summary {path} --since {since}",
+        more_hits(change, shares[0] - shares[1]),
     )
 
 
@@ -548,34 +781,99 @@ def drafts_rejected(change: Change) -> Cause | None:
         f"Rejected drafts take {percent(shares[1])} of scheduled tokens; {percent(shares[0])} before.",
         "Propose fewer drafts, or look at the draft model.",
         "summary {path} --since {since}",
+        less_work(change, _decoding(change.after) * _fewer(change, _tokens_a_decode)),
     )
+
+
+def _tokens_a_decode(side: Side) -> float | None:
+    return ratio(side.of("later_tokens"), side.work.decode_requests)
+
+
+def _fewer(change: Change, value: Callable[[Side], float | None]) -> float:
+    """The part by which a value that fell would make less of what is divided by it."""
+    both = _both(value(change.before), value(change.after))
+    return 0.0 if both is None or not both[0] else 1 - both[1] / both[0]
+
+
+def _decoding(side: Side) -> float:
+    """The part of engine time that requests had for their outputs, by their share of the tokens of steps."""
+    return ratio(side.of("decode_own_microseconds"), side.busy_us) or 0.0
+
+
+def _prefilling(side: Side) -> float:
+    """The same for prompts."""
+    return ratio(side.of("prefill_own_microseconds"), side.busy_us) or 0.0
 
 
 # --- what clients send ----------------------------------------------------------------------------------
 
 
 def flood(change: Change) -> Cause | None:
-    """One tenant sends far more than before."""
+    """One tenant asks for far more tokens than before, and so takes blocks and steps from others."""
     if not change.enough:
         return None
     found = []
+    sides = (change.before, change.after)
+    asked = [sum(map(_asked, side.labels.get(TENANT, {}).values())) for side in sides]
     for tenant, figures in change.after.labels.get(TENANT, {}).items():
-        sent = figures["requests"]
-        was = change.before.labels.get(TENANT, {}).get(tenant, {}).get("requests", 0)
-        rates = _both(ratio(was, change.before.seconds), ratio(sent, change.after.seconds))
-        share = sent / change.after.of("requests")
-        if rates and tenant not in UNLABELLED and share >= FLOOD_SHARE and rates[1] > FLOOD_TIMES * rates[0]:
-            found.append((share, tenant, rates))
+        was = change.before.labels.get(TENANT, {}).get(tenant, {})
+        rates = _both(ratio(_asked(was), sides[0].seconds), ratio(_asked(figures), sides[1].seconds))
+        shares = _both(ratio(_asked(was), asked[0]), ratio(_asked(figures), asked[1]))
+        if tenant in UNLABELLED or rates is None or shares is None:
+            continue
+        if (
+            shares[1] >= FLOOD_SHARE
+            and shares[1] - shares[0] >= 2 * POINTS
+            and rates[1] > FLOOD_TIMES * rates[0]
+        ):
+            found.append((shares[1], tenant, rates, (was, figures)))
     if not found:
         return None
-    share, tenant, rates = max(found)
+    share, tenant, rates, (was, figures) = max(found, key=lambda one: one[:2])
+    before = f"{rates[0]:,.0f} before" if was else "it is new"
+    more = (figures["scheduled"] / (sides[1].seconds or 1)) - was.get("scheduled", 0) / (
+        sides[0].seconds or 1
+    )
+    sends = [
+        ratio(row.get("requests", 0), side.seconds) or 0.0
+        for row, side in zip((was, figures), sides, strict=True)
+    ]
+    how = f"{sends[1]:,.1f} requests a second of {_asked(figures) / figures['requests']:,.0f} tokens"
     return Cause(
         "flood",
-        f"Tenant {tenant} sends {rates[1]:,.1f} requests a second; {rates[0]:,.1f} before. These are "
-        f"{percent(share)} of all requests.",
+        f"Tenant {tenant} asks for {rates[1]:,.0f} tokens a second; {before}. It sends {how}, "
+        f"{percent(share)} of all tokens.{_whose_hits_fell(change, but=tenant)}",
         f"Limit tenant {tenant}, or give it engines of its own.",
         "summary {path} --since {since} --by group",
+        [
+            *less_work(change, more * (sides[1].seconds or 0) / max(1, sides[1].of("scheduled"))),
+            *_undone(change, HITS, lambda before, now: _hits_without(change, tenant, more)),
+        ],
     )
+
+
+def _asked(figures: Figures) -> int:
+    """The tokens that clients ask for: prompts and outputs."""
+    return figures.get("prompt_tokens", 0) + figures.get("output_tokens", 0)
+
+
+def _hits_without(change: Change, tenant: str, more: float) -> float | None:
+    """What share of the tokens of other tenants would have hit.
+
+    What they lost since before is charged to who computed more, as each computed block evicts another one:
+    ``more`` is what the tenant has scheduled more, in tokens a second.
+    """
+    sides = (change.before, change.after)
+    others = [[row for name, row in side.labels[TENANT].items() if name != tenant] for side in sides]
+    hits = _both(*(ratio(sum(map(_hit, rows)), sum(row["prompt_tokens"] for row in rows)) for rows in others))
+    rates = _both(*(ratio(side.of("scheduled"), side.seconds) for side in sides))
+    if hits is None or rates is None or rates[1] <= rates[0]:
+        return None
+    return hits[1] + (hits[0] - hits[1]) * more / (rates[1] - rates[0])
+
+
+def _hit(figures: Figures) -> int:
+    return figures.get("local", 0) + figures.get("external", 0)
 
 
 def new_label(change: Change) -> Cause | None:
@@ -600,46 +898,52 @@ def new_label(change: Change) -> Cause | None:
         f"it before.{instead}",
         "Wait until the cache has filled.",
         "summary {path} --since {since} --by lora",
+        as_before(change, [after[name]]),
     )
 
 
 def traffic(change: Change) -> Cause | None:
     """More requests come."""
     rates = _both(change.before.rate, change.after.rate)
-    if rates is None or not change.enough or rates[1] < TIMES * rates[0]:
+    if rates is None or not change.enough or not rates[1] or rates[1] < TIMES * rates[0]:
         return None
     return Cause(
         "traffic",
         f"{rates[1]:,.1f} requests a second come; {rates[0]:,.1f} before.",
         "Add engines, or limit clients.",
         "summary {path} --since {since} --by 5m",
+        less_work(change, 1 - rates[0] / rates[1]),
     )
 
 
-def _longer(name: str, figure: str, what: str) -> Rule:
+def _longer(name: str, figure: str, what: str, part: Callable[[Side], float]) -> Rule:
     def rule(change: Change) -> Cause | None:
         means = change.means(figure)
-        if means is None or means[1] < TIMES * means[0]:
+        if means is None or not means[1] or means[1] < TIMES * means[0]:
             return None
+        effects = less_work(change, part(change.after) * (1 - means[0] / means[1]))
+        if figure == "prompt_tokens":  # the same tokens hit, of prompts as long as before
+            effects += _undone(change, HITS, lambda before, now: now * means[1] / means[0])
         return Cause(
             name,
             f"{what} are longer: {means[1]:,.0f} tokens a request; {means[0]:,.0f} before.",
             "",
             "summary {path} --since {since} --percentiles prompt_tokens,output_tokens",
+            effects,
         )
 
     rule.__doc__ = f"{what} are longer."
     return rule
 
 
-longer_prompts = _longer("longer-prompts", "prompt_tokens", "Prompts")
-longer_outputs = _longer("longer-outputs", "first_output", "Outputs")
+longer_prompts = _longer("longer-prompts", "prompt_tokens", "Prompts", _prefilling)
+longer_outputs = _longer("longer-outputs", "first_output", "Outputs", _decoding)
 
 
 def scattered(change: Change) -> Cause | None:
     """Requests of one tenant go to more engines than before."""
     shares = _both(_to_one_engine(change.before.by_engine), _to_one_engine(change.after.by_engine))
-    if shares is None or not change.enough or shares[0] - shares[1] < 2 * POINTS or not _hits_fell(change):
+    if shares is None or not change.enough or shares[0] - shares[1] < 2 * POINTS:
         return None
     return Cause(
         "routing",
@@ -647,17 +951,20 @@ def scattered(change: Change) -> Cause | None:
         f"{percent(shares[0])} before. Other engines have not cached their prefixes.",
         "Look at the router: it lost its state, or chooses by load alone.",
         "check routing {path}",
+        as_before(
+            change, (row for (tenant, _), row in change.after.by_engine.items() if tenant not in UNLABELLED)
+        ),
     )
 
 
-def _to_one_engine(requests: Mapping[tuple[str, str], int]) -> float | None:
+def _to_one_engine(figures: Mapping[tuple[str, str], Figures]) -> float | None:
     """The share of labelled requests that went to the engine with most of their tenant."""
     most: dict[str, int] = {}
     total = 0
-    for (tenant, _), number in requests.items():
+    for (tenant, _), row in figures.items():
         if tenant not in UNLABELLED:
-            most[tenant] = max(most.get(tenant, 0), number)
-            total += number
+            most[tenant] = max(most.get(tenant, 0), row["requests"])
+            total += row["requests"]
     return ratio(sum(most.values()), total)
 
 
@@ -674,6 +981,10 @@ def slower(change: Change) -> Cause | None:
         f"The same work takes the engine {factor:.1f} times as long.",
         "Look at the GPU: clocks, temperature, other processes, and the network between ranks.",
         "export html {path} --since {since} -o report.html",
+        [
+            *_undone(change, BUSY, lambda before, now: now / factor),
+            *_undone(change, FIRST, lambda before, now: now / factor),
+        ],
     )
 
 
@@ -734,7 +1045,7 @@ def starved(change: Change) -> Cause | None:
 def never_seen(change: Change) -> Cause | None:
     """Prompts miss that hit before, though nothing else changed."""
     rises = _rises(change)
-    if not _hits_fell(change) or rises.get(causes.NOT_KNOWABLE, 0.0) < POINTS:
+    if rises.get(causes.NOT_KNOWABLE, 0.0) < POINTS:
         return None
     if rises.get(causes.EVICTED, 0.0) > rises[causes.NOT_KNOWABLE]:
         return None
@@ -751,37 +1062,37 @@ def never_seen(change: Change) -> Cause | None:
         f"{text}.{whose}",
         "See what clients send first: a time, a name or an id before the shared text makes each prompt new.",
         "summary prefixes {path}" if blocks else "why {path} --since {since}",
+        more_hits(change, rises[causes.NOT_KNOWABLE]),
     )
 
 
-def _whose_hits_fell(change: Change) -> str:
+def _whose_hits_fell(change: Change, but: str = "") -> str:
     falls = []
     for label in (TENANT, ADAPTER):
         for value, figures in change.after.labels.get(label, {}).items():
             was = change.before.labels.get(label, {}).get(value)
-            if value in UNLABELLED or was is None:
+            if value in UNLABELLED or value == but or was is None:
                 continue
-            hits = _both(
-                *(ratio(one["local"] + one["external"], one["prompt_tokens"]) for one in (was, figures))
-            )
+            hits = _both(*(ratio(_hit(one), one["prompt_tokens"]) for one in (was, figures)))
             if hits is not None and hits[0] - hits[1] >= POINTS:
                 falls.append((hits[0] - hits[1], label, value, hits))
     if not falls:
         return ""
     _, label, value, hits = max(falls)
-    return f" Most of {label} {value}: {percent(hits[0])} hit before, {percent(hits[1])} now."
+    return f" {label.capitalize()} {value} lost most: {percent(hits[0])} hit before, {percent(hits[1])} now."
 
 
 def evicted(change: Change) -> Cause | None:
     """More blocks were evicted before they were hit."""
     rise = _rises(change).get(causes.EVICTED, 0.0)
-    if not _hits_fell(change) or rise < POINTS:
+    if rise < POINTS:
         return None
     return Cause(
         "evicted",
         f"Blocks were evicted before they were hit again: {100 * rise:+.1f} points of prompt tokens.",
         "Give the cache more blocks, or send requests that share a prefix to the same engine.",
         "whatif {path}",
+        more_hits(change, rise),
     )
 
 
@@ -826,6 +1137,7 @@ def preempted(change: Change) -> Cause | None:
         f"{means[1]:.2f} preemptions a request; {means[0]:.2f} before.",
         "Run fewer requests at once, or give the cache more blocks.",
         "why {path} --since {since}",
+        _undone(change, PREEMPTED, lambda before, now: before),
     )
 
 
@@ -848,6 +1160,7 @@ def aborted(change: Change) -> Cause | None:
 
 
 RULES: tuple[Rule, ...] = (
+    died,
     settings,
     wrong_kv,
     stands_still,

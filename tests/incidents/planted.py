@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.incidents.serving import Plan, serve
+from tests.incidents.serving import BEGAN, Plan, serve
 
 QUIET = Plan()
-BEFORE_SECONDS, THEN_SECONDS = 45.0, 20.0
+BEFORE_SECONDS, THEN_SECONDS, PAUSE_SECONDS = 45.0, 20.0, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,28 +19,46 @@ class Incident:
     """``then`` replaces ``before`` at once; if ``restarted``, in another engine process."""
 
     cause: str
-    """The name of the cause; "" if nothing changed."""
-    says: str
+    """The name of the cause; "" if nothing that harms anybody changed."""
+    says: str = ""
     """What the first sentence has."""
     before: Plan = QUIET
     then: Plan = QUIET
     restarted: bool = False
+    pause: float = PAUSE_SECONDS
+    """Seconds between two processes, by the clock of the host: one that is set forward looks like a pause."""
+    late: float = 0.0
+    """How many seconds after the change the incident is said to begin."""
     seed: int = 0
 
     @property
+    def began(self) -> float:
+        """When ``then`` begins, in seconds."""
+        return BEFORE_SECONDS + (self.pause if self.restarted else 0.0)
+
+    @property
     def since(self) -> str:
-        """When it begins, as --since takes it."""
-        return "2026-01-01T00:00:46Z" if self.restarted else "2026-01-01T00:00:45Z"
+        """When it is said to begin, as --since takes it."""
+        return _instant(self.began + self.late - (1.0 if self.restarted else 0.0))
+
+    @property
+    def at(self) -> str:
+        """When the alarm came, as --at takes it."""
+        return _instant(self.began + THEN_SECONDS + 1.0)
 
     def write(self, folder: Path) -> Path:
         """Write the journals."""
         seed = self.seed
         if self.restarted:
             serve(folder, "before", (self.before, BEFORE_SECONDS), seed=seed)
-            serve(folder, "then", (self.then, THEN_SECONDS), began=BEFORE_SECONDS + 2.0, seed=seed)
+            serve(folder, "then", (self.then, THEN_SECONDS), began=self.began, seed=seed)
         else:
             serve(folder, "engine", (self.before, BEFORE_SECONDS), (self.then, THEN_SECONDS), seed=seed)
         return folder
+
+
+def _instant(seconds: float) -> str:
+    return datetime.fromtimestamp(BEGAN + seconds, timezone.utc).isoformat()
 
 
 def _swap_cached_blocks(driver: Any) -> None:
@@ -50,7 +69,8 @@ def _swap_cached_blocks(driver: Any) -> None:
         cache[hashes[0]], cache[hashes[1]] = cache[hashes[1]], cache[hashes[0]]
 
 
-STORE = Plan(setup={"connector": "scripted", "asynchronous": True}, stored=112, stamped=True)
+ALL = frozenset(QUIET.rates)
+STORE = Plan(setup={"connector": "scripted", "asynchronous": True}, stored=112, stamped=ALL)
 DRAFTS = Plan(setup={"drafts": 3}, accepted=3, output=16)
 URGENT = Plan(
     setup={"policy": "priority", "max_running": 2},
@@ -60,6 +80,7 @@ URGENT = Plan(
 )
 MANY = Plan(prefixes=60, setup={"blocks": 600})
 THREE = replace(MANY, engines=3)
+TWO = replace(QUIET, engines=2)
 WARM = Plan(prefixes=60, setup={"blocks": 2000})
 BLOCKS = Plan(level="blocks")
 
@@ -69,8 +90,8 @@ PLANTED: Mapping[str, Incident] = {
     ),
     "smaller steps": Incident(
         cause="settings",
-        says="max_batched_tokens from 8192 to 64",
-        then=Plan(setup={"max_batched_tokens": 64}),
+        says="max_batched_tokens from 8192 to 16",
+        then=Plan(setup={"max_batched_tokens": 16}),
         restarted=True,
     ),
     "caching switched off": Incident(
@@ -82,32 +103,58 @@ PLANTED: Mapping[str, Incident] = {
     "engine restarted": Incident(
         cause="restart", says="1 of 1 engine started", before=WARM, then=WARM, restarted=True
     ),
+    "engine restarted after an hour": Incident(
+        cause="restart", says="1 of 1 engine started", before=WARM, then=WARM, restarted=True, pause=3600.0
+    ),
+    "engine killed": Incident(
+        cause="died",
+        says="1 of 2 engines died: ",
+        before=TWO,
+        then=replace(TWO, dies=1),
+    ),
     "upgraded": Incident(
         cause="settings",
         says="release from 0.31.0 to 0.32.0",
-        before=replace(QUIET, version="0.31.0"),
+        before=replace(WARM, version="0.31.0"),
+        then=WARM,
         restarted=True,
     ),
     "other weights": Incident(
         cause="settings",
         says="model from small to small-v2",
-        before=replace(QUIET, model="small"),
-        then=replace(QUIET, model="small-v2"),
+        before=replace(WARM, model="small"),
+        then=replace(WARM, model="small-v2"),
         restarted=True,
     ),
     "prefix broken by a timestamp": Incident(
-        cause="prefix", says="Prompts no longer", then=replace(QUIET, stamped=True)
+        cause="prefix", says="Prompts no longer", then=replace(QUIET, stamped=ALL)
     ),
     "prefix broken, at level blocks": Incident(
         cause="prefix",
         says="Prompts no longer begin with a prefix that was seen before",
         before=BLOCKS,
-        then=replace(BLOCKS, stamped=True),
+        then=replace(BLOCKS, stamped=ALL),
     ),
     "tenant flood": Incident(
         cause="flood",
-        says="Tenant blue sends",
+        says="Tenant blue asks for",
         then=replace(QUIET, rates={"acme": 4.0, "blue": 40.0, "cyan": 4.0}),
+    ),
+    "noisy neighbour": Incident(
+        cause="flood",
+        says="Tenant blue asks for",
+        then=replace(QUIET, tails={"blue": 900}),
+    ),
+    "new client that shares nothing": Incident(
+        cause="flood",
+        says="it is new",
+        then=replace(QUIET, rates={**QUIET.rates, "drone": 12.0}, tails={"drone": 300}, stamped={"drone"}),
+    ),
+    "pool cut and a flood": Incident(
+        cause="settings",
+        says="blocks from 400 to 60",
+        then=Plan(setup={"blocks": 60}, rates={"acme": 4.0, "blue": 40.0, "cyan": 4.0}),
+        restarted=True,
     ),
     "more traffic": Incident(
         cause="traffic",
@@ -135,8 +182,8 @@ PLANTED: Mapping[str, Incident] = {
     "adapter replaced": Incident(
         cause="new-adapter",
         says="Adapter sql-2 is new",
-        before=replace(QUIET, adapter="sql-1"),
-        then=replace(QUIET, adapter="sql-2"),
+        before=replace(WARM, adapter="sql-1"),
+        then=replace(WARM, adapter="sql-2"),
     ),
     "wrong KV": Incident(
         cause="wrong-kv",
@@ -164,14 +211,23 @@ PLANTED: Mapping[str, Incident] = {
 }
 
 CONTROLS: Mapping[str, Incident] = {
-    f"{name}, seed {seed}": Incident(cause="", says="", before=plan, then=plan, seed=seed)
-    for name, plan in {
-        "quiet": QUIET,
-        "connector": STORE,
-        "drafts": replace(DRAFTS, accepted=None),
-        "priorities": URGENT,
-        "three engines": replace(QUIET, engines=3),
-        "level blocks": BLOCKS,
-    }.items()
-    for seed in range(1 + (name == "quiet"))
+    **{
+        name: Incident(cause="", before=plan, then=plan)
+        for name, plan in {
+            "quiet": QUIET,
+            "connector": STORE,
+            "drafts": replace(DRAFTS, accepted=None),
+            "priorities": URGENT,
+            "three engines": replace(QUIET, engines=3),
+            "level blocks": BLOCKS,
+        }.items()
+    },
+    "quiet, other requests": Incident(cause="", seed=1),
+    "a pause of a day": Incident(cause="", restarted=True, pause=86_000.0),
+    "fewer requests": Incident(cause="", then=replace(QUIET, rates=dict.fromkeys(QUIET.rates, 2.5))),
+    "a setting that harms nobody": Incident(
+        cause="", restarted=True, then=replace(QUIET, setup={"blocks": 380})
+    ),
+    "pool cut before": Incident(cause="", restarted=True, then=Plan(setup={"blocks": 60}), late=10.0),
+    "noisy neighbour before": Incident(cause="", then=replace(QUIET, tails={"blue": 900}), late=10.0),
 }

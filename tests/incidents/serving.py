@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,10 @@ class Plan:
     prefix: int = 128
     tail: int = 24
     output: int = 8
-    stamped: bool = False
-    """Each prompt begins with its own time, so no two share a prefix."""
+    tails: Mapping[str, int] = field(default_factory=dict)
+    """The tail of tenants that have another."""
+    stamped: Collection[str] = ()
+    """Tenants whose prompts begin with their own time each, so that no two share a prefix."""
     fixed_step: float = 4e-3
     token_seconds: float = 1e-4
     engines: int = 1
@@ -65,6 +67,8 @@ class Plan:
     version: str = ""
     """The release that the journal names; "" for the one that runs."""
     model: str = "small"
+    dies: int = -1
+    """The number of the engine that is killed at its next request; -1: none."""
     tamper: Any = None
     """Called with the driver every ten seconds."""
 
@@ -94,7 +98,9 @@ def serve(folder: Path, name: str, *phases: tuple[Plan, float], began: float = 0
             place = tenants.index(tenant) if plan.pinned else dice.randrange(first.engines)
             queues[place % first.engines].append((begin + at, tenant, plan))
         begin += seconds
-    engines = [_Engine(first, began, Random(f"{name} {seed} {place}")) for place in range(first.engines)]
+    engines = [
+        _Engine(first, began, place, Random(f"{name} {seed} {place}")) for place in range(first.engines)
+    ]
     return max(
         engine.run(folder / f"{name}-{place}", queue)
         for place, (engine, queue) in enumerate(zip(engines, queues, strict=True))
@@ -142,8 +148,8 @@ Queue = list[tuple[float, str, Plan]]
 
 
 class _Engine:
-    def __init__(self, plan: Plan, began: float, dice: Random) -> None:
-        self.plan, self.now, self.dice = plan, began, dice
+    def __init__(self, plan: Plan, began: float, place: int, dice: Random) -> None:
+        self.plan, self.now, self.place, self.dice = plan, began, place, dice
         self.sent = 0
         self.failed: set[str] = set()
 
@@ -156,13 +162,14 @@ class _Engine:
             plan = self.plan
             observation = Observation(plan.level, version=plan.version or "", clock=lambda: nanoseconds(self))
             observation(driver.scheduler)
-            self._serve(driver, queue)
-            for observer in observation.observers:
-                observer.stop("shutdown")
+            if self._serve(driver, queue):
+                for observer in observation.observers:
+                    observer.stop("shutdown")
         write_journal(folder, observation.sink)
         return self.now
 
-    def _serve(self, driver: Driver, queue: Queue) -> None:
+    def _serve(self, driver: Driver, queue: Queue) -> bool:
+        """Serve the queue; whether the engine lives."""
         waiting = deque(queue)
         reset = tamper = self.now
         while waiting or driver.scheduler.has_requests() or driver.in_flight:
@@ -171,6 +178,8 @@ class _Engine:
             while waiting and waiting[0][0] <= self.now:
                 _, tenant, self.plan = waiting.popleft()
                 self._add(driver, tenant)
+            if self.plan.dies == self.place and driver.scheduler.has_requests():
+                return False
             if not self.plan.reset_every:
                 reset = self.now
             elif self.now - reset >= self.plan.reset_every:
@@ -180,12 +189,15 @@ class _Engine:
                 tamper = self.now
                 self.plan.tamper(driver)
             self._step(driver)
+        return True
 
     def _add(self, driver: Driver, tenant: str) -> None:
         plan, number = self.plan, self.sent
         self.sent += 1
         name = f"{tenant}-{number}-{round(self.now * 1000)}"
-        family = f"{name} stamped" if plan.stamped else f"{tenant} {self.dice.randrange(plan.prefixes)}"
+        family = (
+            f"{name} stamped" if tenant in plan.stamped else f"{tenant} {self.dice.randrange(plan.prefixes)}"
+        )
         more: dict[str, Any] = {}
         if plan.adapter:
             more["of_request"] = lora(plan.adapter, 1 + sum(map(ord, plan.adapter)) % 100)
@@ -195,7 +207,8 @@ class _Engine:
             driver.connector.store(name, plan.stored, asynchronous=True)
             if self.dice.random() < plan.failing:
                 self.failed.add(name)
-        driver.add(name, plan.prefix + plan.tail, plan.output, shares=(family, plan.prefix), **more)
+        tail = plan.tails.get(tenant, plan.tail)
+        driver.add(name, plan.prefix + tail, plan.output, shares=(family, plan.prefix), **more)
         if self.dice.random() < plan.aborted:
             driver.abort(name)
 
