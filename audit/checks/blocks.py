@@ -33,6 +33,7 @@ from ..ledger.entries import (
     ForeignHit,
     ForeignLoad,
     Leak,
+    LoadInFlight,
     OtherPrefix,
     PoolComparison,
     ReadInvalid,
@@ -59,6 +60,7 @@ from .registry import (
     VLLM_44250,
     VLLM_44409,
     VLLM_44701,
+    VLLM_45357_FIX,
     VLLM_56525,
     VLLM_56643,
     VLLM_57580,
@@ -426,6 +428,45 @@ def same_prefix(entry: Entry) -> Iterator[Witness]:
         count=len(subject.blocks),
         tokens=subject.tokens,
         end=subject.end,
+    )
+
+
+@invariant(
+    "blocks/in-flight",
+    stop_now=RESET_CACHE,
+    tokens="tokens",
+    on=(LoadInFlight,),
+    message="Request {request} loads KV into block {block}{more}, which a step in flight may still write: "
+    "request {writer} runs in that step, and gave the block back in step {freed}.",
+    references=(VLLM_45357_FIX,),
+    near_misses=(
+        "a free that is deferred until the output of the last step in flight was processed",
+        "a block that is allocated for a computation: workers run steps in order",
+        "a block that was cached before the step in flight, which does not write it",
+        "a request that was preempted, and runs again in other blocks",
+    ),
+)
+def in_flight(entry: Entry) -> Iterator[Witness]:
+    """A step in flight and an asynchronous load never write the same block.
+
+    A step that was given to the workers writes its blocks until its output is processed, although its request
+    has been aborted, has stopped or was preempted meanwhile. Another step may get the blocks at once, because
+    workers run steps in order. A connector's asynchronous load is in no order with them. Violated when blocks
+    are allocated for such a load while their last owner, which gave them back with its life, runs in a step
+    whose output is not processed.
+    """
+    subject = entry.subject
+    assert isinstance(subject, LoadInFlight)
+    yield Witness(
+        None,
+        subject.story,
+        pool=subject.pool,
+        block=subject.blocks[0],
+        blocks=subject.blocks,
+        more=f" and {len(subject.blocks) - 1} more" if len(subject.blocks) > 1 else "",
+        tokens=subject.tokens,
+        writer=subject.writer,
+        freed=subject.freed,
     )
 
 

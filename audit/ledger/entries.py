@@ -155,6 +155,20 @@ class OtherPrefix(NamedTuple):
     story: list[str]
 
 
+class LoadInFlight(NamedTuple):
+    """Blocks were allocated for an asynchronous load while a step in flight may still write them.
+
+    ``writer``: the request of that step that held the first of them, and gave it back in step ``freed``.
+    """
+
+    pool: int
+    blocks: list[int]
+    tokens: int
+    writer: str
+    freed: int
+    story: list[str]
+
+
 class ForeignLoad(NamedTuple):
     """A request was promised external tokens whose KV was saved under other isolation classes.
 
@@ -210,6 +224,7 @@ Subject = (
     | UncommittedHit
     | ForeignHit
     | OtherPrefix
+    | LoadInFlight
     | ForeignLoad
     | SharedWrite
     | Uncovered

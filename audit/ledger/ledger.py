@@ -26,6 +26,7 @@ from .accounts import (
     see_demand,
 )
 from .blocks.ledger import BlockLedger
+from .blocks.reads import given_back_in_flight
 from .content_postings import CONTENTS, CUSTODY, RECOMPUTED, compare_hashed, follow_waiting
 from .encoder import ENCODER
 from .engine_postings import OBSERVATION, forget
@@ -127,6 +128,15 @@ def _weigh_hits(state: LedgerState, event: ev.Admitted) -> None:
         admitted(state, event)
 
 
+def _load_begins(state: LedgerState, event: ev.Admitted) -> None:
+    """An asynchronous load begins: no step in flight may write its blocks."""
+    known = state.steps_in_flight_known and not state.skip_deliveries
+    if event.asynchronous and event.external_tokens > 0 and state.undelivered and known:
+        state.blocks.findings = []
+        given_back_in_flight(state.blocks, event.request, state.undelivered)
+        enter_subjects(state, state.blocks.findings, state.step)
+
+
 def _weigh_load(state: LedgerState, event: ev.LoadFinished) -> None:
     if state.weights.stage and event.request in state.living:
         loaded(state, state.living[event.request])
@@ -140,6 +150,7 @@ _FOLLOWING: dict[Callable[[LedgerState, Any], None], tuple[type[ev.Event], ...]]
     _note_promise: (ev.Admitted, ev.BlocksPromised),
     _follow_blocks: tuple(kind for kind in get_args(ev.EmittedEvent) if kind not in BlockLedger.EVENTS),
     _weigh_hits: (ev.Admitted,),
+    _load_begins: (ev.Admitted,),
     _weigh_load: (ev.LoadFinished,),
 }
 """What other ledgers do after an event was posted, in this order."""

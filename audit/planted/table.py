@@ -232,7 +232,7 @@ PLANTED: tuple[PlantedFault, ...] = (
       "if fence >= self.processed_step_seq:", finds="blocks/leak"),
     M("deferred-too-early", "off by one", "blocks whose free is deferred are freed one step early",
       "Scheduler._drain_deferred_frees", "if fence > self.processed_step_seq:",
-      "if fence > self.processed_step_seq + 1:"),
+      "if fence > self.processed_step_seq + 1:", finds="blocks/in-flight"),
     # --- reset
     M("reset-keeps-output", "reset", "output in flight at a reset is delivered",
       "Scheduler.reset_prefix_cache", "drop_stale_output=True", "drop_stale_output=False",
@@ -546,8 +546,7 @@ PLANTED: tuple[PlantedFault, ...] = (
       why="an order of allocation; requests are preempted more often, and every figure is right"),
     _fix("45357", "blocks that a step in flight writes are freed at once",
       "Scheduler._request_blocks_can_be_freed", "return not self.defer_block_free or (",
-      "return True or (",
-      why="a race on the device between a step in flight and a load; the events have no order of the two"),
+      "return True or (", finds="blocks/in-flight"),
     _fix("46066", "output in flight at a reset counts against the placeholders of the next life",
       OUTPUT, "request, new_token_ids, is_stale=output_is_stale", "request, new_token_ids"),
     _fix("47728", "blocks leave the window of a step that is in flight",

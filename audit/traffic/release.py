@@ -38,6 +38,11 @@ def _loads_several_tables() -> bool:
     return end_of_load is not None and "block_ids" not in end_of_load.__code__.co_varnames
 
 
+def _drops_session_hashes() -> bool:
+    extends = getattr(_class(_SCHEDULER), "_update_request_as_session", None)
+    return extends is not None and "block_hashes" in extends.__code__.co_names
+
+
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 
 CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
@@ -52,6 +57,14 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "hybrid load": (
         "an asynchronous load can't fill a hybrid pool",
         _loads_several_tables,
+    ),
+    "deferred free": (
+        "blocks are freed while a step in flight writes them",
+        lambda: _scheduler_has("_drain_deferred_frees"),
+    ),
+    "session hashes": (
+        "a session keeps the hash of a block whose token its next chunk replaces",
+        _drops_session_hashes,
     ),
     "replayed window": (
         "no bounded replay of sliding windows",

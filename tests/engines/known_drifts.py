@@ -12,7 +12,7 @@ _SCENARIOS = {
     """,
     "session-chunk-missing": """
         session_async session_async_speculative session_of_states_async session_of_states_sync
-        session_speculative session_sync session_with_three_batches
+        session_speculative session_sync session_token_replaced session_with_three_batches
     """,
     "full-hit-token-missing": """
         external_async_async external_async_consumer external_async_sync full_external_hit

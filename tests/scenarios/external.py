@@ -322,6 +322,29 @@ def delayed_free(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("deferred free", **{"async": {"asynchronous": True}})
+def load_after_an_abort(
+    attach: Attach = id, *, loads: bool = True, ends: str = "abort", **setup: Any
+) -> Driver:
+    """Request w has two steps in flight when its life ends. Request r needs its blocks for a load.
+
+    The first step computes the prompt and the second one a token in the seventh block.
+    """
+    driver = start(attach, connector="scripted", blocks=10, **setup)
+    if loads:
+        driver.connector.store("r", 96, asynchronous=True)
+    driver.add("w", 100, 20)
+    driver.schedule()
+    driver.schedule()
+    getattr(driver, ends)("w")
+    if ends == "preempt":
+        driver.abort("w")
+    driver.output()
+    driver.add("r", 120, 1)
+    driver.run()
+    return driver
+
+
 @workload(**BOTH)
 def session_delayed_free(attach: Attach = id, **setup: Any) -> Driver:
     """A session ends while it waits for its next chunk, and the connector keeps its blocks for a while."""

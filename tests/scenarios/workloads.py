@@ -158,6 +158,25 @@ def session(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("session hashes")
+def session_token_replaced(attach: Attach = id, **setup: Any) -> Driver:
+    """The last sampled token of a turn fills a block, and the next chunk replaces it.
+
+    Then another request has the tokens of the first turn.
+    """
+    driver = start(attach, **setup)
+    session = driver.add("s", 29, 3, resumable=True)
+    driver.run()
+    said = list(session.all_token_ids)
+    driver.add("s", [7, 8, 9, 10], 2, resumable=True)
+    driver.run()
+    driver.close("s")
+    driver.run()
+    driver.add("reader", [*said, *driver.prompt("tail", 8, None)], 3)
+    driver.run()
+    return driver
+
+
 @workload(**BOTH)
 def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
     """A turn of a model with states stops by a token, and a step may be in flight then."""

@@ -6,7 +6,7 @@ the tokens that a session's next turn writes over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from ... import pool_calls
 from ...bounded_tables import keep_newest
 from ...causes import BLOCKS, NEVER_LOADED, NOT_PLANNED, REPLAY, RESET
 from ..account import Account, Life, Made
-from ..entries import ReadInvalid, UncommittedHit
+from ..entries import LoadInFlight, ReadInvalid, UncommittedHit
 from ..weights import BEFORE, extend, oldest_of_all, spans
 from .holdings import Following, HitBlock, Holdings
 from .pool import (
@@ -86,6 +86,36 @@ def allocated(
         holder = lacks.holder = Holder(TABLE, request, done.request_id, done.life, done.group)
         filled = lacks.filled = Filled(request, done.request_id, done.life)
     return holder, filled
+
+
+def given_back_in_flight(
+    holdings: Holdings, request: int, in_flight: Sequence[dict[int, tuple[Account, int, int]]]
+) -> None:
+    """Report the blocks of an asynchronous load that a step ``in_flight`` may still write.
+
+    Their last owner gave them back with its life, and runs in such a step. The step does not write a block
+    that was cached before it. A load is in no order with the steps; another step is.
+    """
+    lacks, final = holdings.lives.get(request), holdings.requests.posted_step - len(in_flight)
+    found: dict[int, list[tuple[int, str, int]]] = {}
+    for number, block in lacks.blocks if lacks is not None else ():
+        record = holdings.pools[number].records[block]
+        owner = record.allocations[1] if len(record.allocations) == 4 else UNKNOWN
+        row = next((step[owner] for step in in_flight if owner in step), None)
+        if row is None or owner == request:
+            continue
+        life = row[0].life if owner in holdings.requests.living else None
+        before = [done for done in record.operations if done.step >= record.allocations[0]]
+        freed = next((done for done in reversed(before) if done.what == "freed"), None)
+        if freed is None or life is not None or any(d.what == "cached" and d.step <= final for d in before):
+            continue
+        found.setdefault(number, []).append((block, row[0].request_id, freed.step))
+    for number, rows in found.items():
+        block, writer, freed_in = rows[0]
+        tokens = len(rows) * block_tokens(holdings.pools[number], UNKNOWN)
+        blocks, story = [row[0] for row in rows], holdings.story(number, block)
+        subject = LoadInFlight(number, blocks, tokens, writer, freed_in, story)
+        holdings.report(subject, request)
 
 
 def lacks_of(holdings: Holdings, request: int, life: int) -> LifeLacks:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.audit.checks.watched import Watched
 from tests.scenarios.driving import Driver
+from tests.scenarios.workloads import session_token_replaced
 
 from kvledger.audit.checks.coverage import SAME_PREFIX, ledger_coverage
 from kvledger.audit.planted.fault import planted
@@ -79,24 +80,10 @@ def test_one_finding_names_each_reader(watched, setup):
     assert {("blocks/same-prefix", "b"), ("blocks/same-prefix", "c")} == {(v.id, v.request) for v in found}
 
 
-def a_session_whose_last_token_is_replaced(driver: Driver) -> None:
-    """The session's second block is full with the last sampled token, which the next chunk discards."""
-    session = driver.add("s", 29, 3, resumable=True)
-    driver.run()
-    said = list(session.all_token_ids)
-    assert 32 == len(said)
-    driver.add("s", [7, 8, 9, 10], 2, resumable=True)
-    driver.run()
-    driver.close("s")
-    driver.run()
-    driver.add("reader", [*said, *driver.prompt("tail", 8, None)], 3)
-    driver.run()
-
-
 @violates("blocks/same-prefix")
 def test_a_session_that_keeps_the_hash_of_a_discarded_token(watched):
     with planted(BY_NAME["session-keeps-its-hashes"]):
-        a_session_whose_last_token_is_replaced(watched.start())
+        session_token_replaced(watched.attach)
     finding = watched.finding("blocks/same-prefix")
 
     assert ("reader", "s", 16) == (finding.request, finding.figures["writer"], finding.figures["tokens"])
@@ -106,7 +93,7 @@ def test_a_session_that_keeps_the_hash_of_a_discarded_token(watched):
 def test_a_session_whose_hashes_follow_its_tokens(watched, setup):
     if "drafts" in setup:
         pytest.skip("the turn ends elsewhere")
-    a_session_whose_last_token_is_replaced(watched.start(**setup))
+    session_token_replaced(watched.attach, **setup)
 
     assert [] == watched.violation_ids()
 
