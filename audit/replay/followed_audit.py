@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..analysis.costs import CostCounters
 from ..analysis.source_differences import EngineCounters
+from ..analysis.step_limits import StepLimits
 from ..analysis.step_times import StepSums
 from ..analysis.turns import TurnCounts
 from ..checks.registry import Violation
@@ -16,7 +17,7 @@ from ..journal.reader import Batch, Reader
 from ..ledger.entries import Entry
 from .engine_audit import EngineAudit
 from .metrics_state import MetricsState
-from .observers import LiveCosts, LiveSteps, LiveTurns, Metrics, Reconciled
+from .observers import LiveCosts, LiveLimits, LiveSteps, LiveTurns, Metrics, Reconciled
 from .recorded_events import RecordedEvents
 
 
@@ -26,7 +27,7 @@ class FollowedAudit(EngineAudit):
     removed_kept = 0  # as many as the pool needs: a sidecar follows many engines for long
 
     def __init__(self, path: Path, *, name: str = "") -> None:
-        super().__init__(path, (Metrics, LiveSteps, LiveCosts, LiveTurns, Reconciled), name=name)
+        super().__init__(path, (Metrics, LiveSteps, LiveCosts, LiveTurns, LiveLimits, Reconciled), name=name)
         self.series = ""
         """The label of this engine's metrics, if a follower chose it; engines after each other share one."""
         self.engine_counters: EngineCounters | None = None
@@ -62,6 +63,11 @@ class FollowedAudit(EngineAudit):
     def turns(self) -> TurnCounts:
         """The turns of sessions."""
         return self.of(LiveTurns).sums
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """What kept the steps of the last hour from admitting more."""
+        return self.of(LiveLimits).sums
 
     def compare_events(self) -> None:
         """Compare the engine's recorded KV events with its cache, from the next event on."""

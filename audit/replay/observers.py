@@ -8,13 +8,14 @@ from typing import Any
 
 from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
+from ..analysis.step_limits import LOAD_HANDLERS, StepLimits, StepLimitState
 from ..analysis.step_model import StepModel, fit
 from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
 from ..analysis.store_return import STORE_EVENTS, LoadsByTier, StoreContents
 from ..analysis.trace_reader import TRACE_EVENTS
 from ..analysis.turns import LiveTurnState, TurnCounts
 from ..checks.auditor import Verdict
-from ..events import Admitted, Event, Gap
+from ..events import Admitted, Event, Gap, Repeated, Stepped
 from ..ledger.account import Account
 from ..ledger.blocks.contents import CONTENT_EVENTS
 from .engine_audit import EngineAudit, Handlers, Judged, Observer
@@ -208,6 +209,50 @@ class LiveTurns(Observer):
 
     @saved.setter
     def saved(self, saved: LiveTurnState) -> None:
+        self._state = saved
+
+
+class LiveLimits(Observer):
+    """Counts the steps of the last hour by what kept them from admitting more."""
+
+    kind = StepLimits
+
+    def __init__(self, audit: EngineAudit) -> None:
+        self._state = StepLimitState()
+        """The counts, and the requests that wait for a load."""
+        super().__init__(audit)
+
+    @property
+    def sums(self) -> StepLimits:
+        """The counts."""
+        return self._state.sums
+
+    @sums.setter
+    def sums(self, sums: StepLimits) -> None:
+        self._state.sums = sums
+
+    def handlers(self) -> Handlers:
+        """The events of steps and loads."""
+        handlers: dict[type[Event], Callable[[Any], object]] = {
+            kind: partial(handle, self._state) for kind, handle in LOAD_HANDLERS.items()
+        }
+        return {**handlers, Stepped: lambda event: self._step(event, 1), Repeated: self._repeat}
+
+    def _repeat(self, event: Repeated) -> None:
+        self._step(event, event.times)
+
+    def _step(self, event: Event, steps: int) -> None:
+        ledger = self.audit.auditor.ledger
+        if ledger.clock is not None:
+            self._state.step(ledger.clock + event.at / 1e6, ledger.queue, steps)
+
+    @property
+    def saved(self) -> StepLimitState:
+        """The requests that wait, too."""
+        return self._state
+
+    @saved.setter
+    def saved(self, saved: StepLimitState) -> None:
         self._state = saved
 
 

@@ -11,7 +11,7 @@ import http.client
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,6 +24,7 @@ from prometheus_client import (
 )
 
 from ... import __version__
+from ...audit.analysis.step_limits import LIMITS
 from ...audit.checks.auditor import together
 from ...audit.checks.coverage import count_words, verdict_words
 from ...audit.checks.registry import catalogue, explain
@@ -38,6 +39,9 @@ from .http_server import CUT_OFF, OPEN, Busy, Environ, Security, Start
 from .negotiation import OPENMETRICS, accepted_format, accepts_gzip
 
 FINDINGS_SHOWN = 200
+
+STRIPS = 12
+"""Engines whose steps are drawn; a page of more is not looked at."""
 
 Page = tuple[int, str, bytes]
 """Status, content type, body."""
@@ -178,8 +182,10 @@ class Site:
         return 200, "application/json", msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
 
     def _landing(self) -> Page:
+        now = time.time()
         with self._follower.lock:
             rows = [_row(engine_audit) for engine_audit in self._follower.audits]
+            strips, strips_left = _strips(self._follower.audits, int(now // 60))
             problems = self._follower.problems
             left = len(self._follower.ended.folded)
         return _html(
@@ -187,11 +193,47 @@ class Site:
             ready=self._follower.ready.is_set(),
             columns=_COLUMNS,
             rows=rows,
+            strips=strips,
+            strips_left=strips_left,
+            limits=list(LIMITS.values()),
             problems=problems,
             left=left,
             version=__version__,
             telemetry_path=self._telemetry_path,
         )
+
+
+class Bar(NamedTuple):
+    """A part of a minute's steps in the chart; ``height`` and ``top`` in hundredths of the strip."""
+
+    minute: int
+    limit: int
+    top: float
+    height: float
+    says: str
+
+
+def _strips(audits: Iterable[FollowedAudit], now: int) -> tuple[list[tuple[str, int, list[Bar]]], int]:
+    """Name, steps and bars of the engines with the most steps of the last hour; how many more had some."""
+    found = []
+    for audit in audits:
+        minutes = audit.step_limits.by_minute(now)
+        if steps := sum(sum(counts) for _, counts in minutes):
+            bars = [bar for place, row in enumerate(minutes) for bar in _bars(place, *row)]
+            found.append((audit.name, steps, bars))
+    found.sort(key=lambda row: -row[1])
+    return found[:STRIPS], len(found[STRIPS:])
+
+
+def _bars(place: int, minute: int, counts: list[int]) -> Iterable[Bar]:
+    """The shares of one minute's steps, from the top."""
+    top, whole = 0.0, sum(counts)
+    at = time.strftime("%H:%M UTC", time.gmtime(minute * 60))
+    for limit, count in enumerate(counts):
+        if count:
+            height = 100 * count / whole
+            yield Bar(place, limit, top, height, f"{at}: {count:,} of {whole:,} steps: {LIMITS[limit]}")
+            top += height
 
 
 _NOT_FOUND: Page = (404, PLAIN, b"Not found. Try /metrics, or / for the list of pages.\n")

@@ -242,6 +242,11 @@ class Process:
     def url(self) -> str:
         return f"http://{self.address}/metrics"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         words = ["serve", str(self._root), "--web.listen-address", self.address]
         self._process = subprocess.Popen(
