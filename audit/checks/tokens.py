@@ -584,7 +584,7 @@ def _kept(subject: LookupKept) -> Iterator[Witness]:
 @invariant(
     "tokens/lookup-counted-once",
     on=(ReportedLookups,),
-    message="The engine counted {requests} lookups of the {source} cache in one step ({query_tokens} tokens "
+    message="The engine counted {requests} lookups of the {source} cache at once ({query_tokens} tokens "
     "queried, {hit_tokens} hit), but its admissions made {ledger_requests} ({ledger_query_tokens} queried, "
     "{ledger_hit_tokens} hit).",
     references=(VLLM_43736, VLLM_28585, VLLM_25780),
@@ -599,7 +599,8 @@ def lookup_counted_once(entry: Entry) -> Iterator[Witness]:
     """Each admission counts as one local and one external lookup, with that admission's figures.
 
     Violated when the engine counts an admission twice, not at all, or with other figures: the hit rate is
-    wrong. Attempts without an admission, and requests that may not read a cache, have drifts of their own.
+    wrong. Also violated when it counts a lookup between two steps, as for an abort. Attempts without an
+    admission, and requests that may not read a cache, have drifts of their own.
     """
     subject = entry.subject
     assert isinstance(subject, ReportedLookups)

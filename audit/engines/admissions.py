@@ -7,7 +7,7 @@ were admitted. Equal failed attempts in consecutive steps are counted and emitte
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from operator import sub
+from operator import add, sub
 from typing import Any
 
 import msgspec
@@ -80,6 +80,8 @@ class Admissions:
         """The KV cache group whose blocks a promise names, and its tokens per block."""
         self._statistics: tuple[int, ...] | None = None
         """The engine's lookup statistics when the step began; None if no request waited."""
+        self._counted: tuple[Any, tuple[int, ...]] = None, NOTHING
+        """The engine's statistics of its own cache, and what they counted when they were last read."""
         self.defers_loads: bool = hasattr(self._scheduler, "deferred_loads")
         """Since 0.33 a load may start in a later step than its admission."""
         self._replays = bool(getattr(self._scheduler, "prefix_replay_tokens", 0))
@@ -104,6 +106,7 @@ class Admissions:
         observer, scheduler = self._observer, self._scheduler
         if observer.census_wanted():
             observer.at_rest()
+        self.counted_between_steps(known=not observer.in_step)
         observer.step += 1
         observer.in_step = True
         if self.attempts:
@@ -359,19 +362,51 @@ class Admissions:
     def lookups_counted(self, now: int, admitted: bool) -> ev.LookupsCounted | None:
         """What the engine's statistics counted in this step; None if nothing."""
         before, after = self._statistics, self._read_statistics()
+        self._counted = self._scheduler.kv_cache_manager.prefix_cache_stats, after[:3]
         if before is None or (not admitted and before == after):
             return None
         scheduler = self._scheduler
         local = external = UNCOUNTED
         if scheduler.kv_cache_manager.prefix_cache_stats is not None:
             local = tuple(map(sub, after[:3], before))
-        if (
+        if self._counts_external():
+            external = tuple(map(sub, after[3:], before[3:]))
+        return ev.LookupsCounted(now, self._observer.step, *local, *external, *self.not_admitted)
+
+    def _counts_external(self) -> bool:
+        """Whether the engine counts the lookups of the connector in the step that makes them."""
+        scheduler = self._scheduler
+        return (
             self._observer.connector is not None
             and getattr(scheduler, "connector_prefix_cache_stats", None) is not None
             and not getattr(scheduler, "defer_async_loads", False)
-        ):
-            external = tuple(map(sub, after[3:], before[3:]))
-        return ev.LookupsCounted(now, self._observer.step, *local, *external, *self.not_admitted)
+        )
+
+    def counted_between_steps(self, *, known: bool = True) -> None:
+        """Emit ``LookupsCounted`` if the engine counted lookups of its own cache since the last step.
+
+        It has no lookup to count then. The engine hands its statistics over with an output, and begins new
+        ones. ``known`` is false if an exception has ended the last step, whose lookups were not read.
+        """
+        stats = self._scheduler.kv_cache_manager.prefix_cache_stats
+        last, counts = self._counted
+        if last is not None and last.requests + last.preempted_requests == counts[0]:
+            if stats is last:
+                return
+            if stats is not None and not stats.requests and not stats.preempted_requests:
+                self._counted = stats, NOTHING
+                return
+        now = _cache_statistics(stats)
+        self._counted = stats, now
+        if last is None or not known:
+            return
+        more = tuple(map(sub, _cache_statistics(last), counts))
+        if stats is not last:
+            more = tuple(map(add, more, now))
+        if any(more):
+            external: tuple[int, ...] = NOTHING if self._counts_external() else UNCOUNTED
+            log, step = self._log, self._observer.step
+            log.emit(ev.LookupsCounted(log.now(), step, *more, *external))
 
 
 def _cache_statistics(stats: Any) -> tuple[int, int, int]:

@@ -186,6 +186,7 @@ class V1Observer(Observer):
         census = ev.Census(
             now, self.step, rows, waiting, free, blocks, *timed, waiting_rows, misqueued=queued
         )
+        self.admissions.counted_between_steps()
         if self.pools is not None:
             self.pools.report_compared()
         self.log.emit(self._idle_census(census, idle) if idle else census)

@@ -206,6 +206,11 @@ PLANTED: tuple[PlantedFault, ...] = (
     M("abort-keeps-holding", "abort", "an aborted request that holds blocks stays in its queue",
       FINISH, "self.kv_holding_waiting.remove_requests(waiting_requests_to_remove)", "pass",
       finds="requests/queued-once"),
+    M("abort-counts-a-lookup", "double count", "an abort counts the request's lookup once more",
+      FINISH, "request.status = finished_status",
+      "request.status = finished_status\n"
+      "self.kv_cache_manager.record_prefix_cache_stats(request, request.num_computed_tokens)",
+      finds="tokens/lookup-counted-once"),
     M("abort-of-all-but-one", "abort", "the first of several aborted requests goes on",
       FINISH, "for request in valid_requests:", "for request in valid_requests[1:]:",
       finds="requests/queued-once"),

@@ -390,7 +390,7 @@ class Outputs:
         self.request = SimpleNamespace(request_id="r", num_output_tokens=0, num_tokens=8)
         scheduler = SimpleNamespace(requests={"r": self.request})
         unused: Any = SimpleNamespace()
-        observer: Any = SimpleNamespace(scheduler=scheduler, log=unused, step=1)
+        observer: Any = SimpleNamespace(scheduler=scheduler, log=unused, step=1, pools=None)
         self.lives = Lives020(observer, unused, unused, unused, unused)
         self.lives.draining.add("r")
         self.stale = self.lives.stale({"r": 1})

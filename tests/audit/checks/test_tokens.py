@@ -42,6 +42,8 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.ledger.account import Account, Settlement
 from kvledger.audit.ledger.entries import Entry
+from kvledger.audit.planted.fault import planted
+from kvledger.audit.planted.table import BY_NAME
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
@@ -587,6 +589,40 @@ def test_a_hit_may_be_shortened_by_a_lookup_after_the_connector_was_asked():
     assert [] == violation_ids(
         with_after(stream, Stepped, 0, LookupsCounted(10_000, 1, 1, 100, 16, 1, 84, 0))
     )
+
+
+def aborted(asynchronous: bool, waits: bool) -> Watched:
+    """A request of 100 tokens is aborted while another one runs and, with ``waits``, a third one waits."""
+    watched = Watched()
+    driver = watched.start(asynchronous=asynchronous, max_running=2)
+    driver.add("other", 60, 12)
+    driver.add("a", 100, 12, shares=("other", 48))
+    for _ in range(3):
+        driver.step()
+    if waits:
+        driver.add("late", 40, 3)
+    driver.abort("a")
+    driver.run()
+    return watched
+
+
+@violates("tokens/lookup-counted-once")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_lookup_that_an_abort_counts_once_more_is_found(asynchronous: bool, waits: bool):
+    with planted(BY_NAME["abort-counts-a-lookup"]):
+        finding = aborted(asynchronous, waits).finding("tokens/lookup-counted-once")
+
+    assert (1, 0, "local") == tuple(
+        finding.figures[name] for name in ("requests", "ledger_requests", "source")
+    )
+
+
+@near_miss("tokens/lookup-counted-once")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_abort_counts_no_lookup(asynchronous: bool, waits: bool):
+    assert [] == aborted(asynchronous, waits).violation_ids()
 
 
 def counted_before_the_cut(cut_tokens: int) -> list[Event]:
