@@ -121,18 +121,25 @@ class Processes:
             yield from map(work, items)
             return
         import multiprocessing
-        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures import Future, ProcessPoolExecutor
         from concurrent.futures.process import BrokenProcessPool
 
         # A fork would copy locks that the caller's threads hold.
         context = multiprocessing.get_context("spawn")
+        others = set(multiprocessing.active_children())
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=begin_worker) as pool:
             largest = sorted(range(len(items)), key=lambda place: -sizes[place])
-            futures = {place: pool.submit(work, items[place]) for place in largest}
+            futures: dict[int, Future[Result]] = {}
             try:
+                for place in largest:
+                    futures[place] = pool.submit(work, items[place])
                 for place in range(len(items)):
                     yield futures.pop(place).result()
             except BrokenProcessPool:
+                # Python ends the others and waits for them, but not those that it began meanwhile: these
+                # may wait for ever to write what nobody reads.
+                for process in set(multiprocessing.active_children()) - others:
+                    process.kill()
                 raise LedgerError("A process that read journals was killed; try fewer --jobs.") from None
             finally:
                 for future in futures.values():
