@@ -1061,13 +1061,18 @@ def demo(
 
 @command(
     opt.TRY,
-    "conformance ExampleConnector",
+    "conformance example",
+    "conformance lmcache",
     "conformance MyConnector --module my_connector.py",
     "conformance --keys",
     exit_codes="Exit codes: 0 clean; 1 violated, or a situation broke; 2 bad input; 3 unknown.",
 )
 def conformance(
-    connector: str = argument("CONNECTOR", "The name, as in kv_connector; not needed with --keys.", ""),
+    connector: str = argument(
+        "CONNECTOR",
+        "lmcache, nixl, offloading, mooncake or example, which need no options; or as in kv_connector.",
+        "",
+    ),
     module: Path | None = option("--module PATH", "The Python file of a connector that is not vLLM's."),
     options: str | None = option(
         "--options JSON",
@@ -1163,7 +1168,8 @@ def completion(
 
 
 def _silence_vllm() -> None:
-    """Keep vLLM's start-up log out of the answer, unless the user chose a log level."""
+    """Keep the start-up logs of vLLM and LMCache out of the answer, unless the user chose a log level."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM leaves it alone where VLLM_CONFIGURE_LOGGING is 0
 

@@ -28,7 +28,7 @@ TURNS = 4
 POOL_BLOCKS = 8 * 13
 OFFLOADING = {
     "spec_name": "CopyingSpec",
-    "spec_module_path": "tests.conformance.cpu_offloading",
+    "spec_module_path": "kvledger.audit.conformance.cpu_offloading",
     "cpu_bytes_to_use": 1 << 30,
 }
 

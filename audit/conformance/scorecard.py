@@ -32,14 +32,14 @@ from ..checks.auditor import Auditor
 from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..ledger.account import Account
-from .connector_classes import FOLDER, Connector, find_connector
+from .connector_classes import FOLDER, RECIPES, Connector, find_connector
 from .observed_engines import ObservedEngines
 from .situations import SITUATIONS, Situation
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke", "inherited"]
-PACKAGES = ("lmcache", "nixl")
+PACKAGES = ("lmcache", "mooncake", "nixl")
 """Packages whose versions a card names beside vLLM's, where they are loaded."""
-DISAGGREGATED = frozenset({"NixlConnector", "NixlPullConnector"})
+DISAGGREGATED = frozenset({"MooncakeConnector", "NixlConnector", "NixlPullConnector"})
 """Known connectors that read KV from another engine and have no store."""
 
 VLLM_FAULTS = dict.fromkeys(("tokens/in-flight", "tokens/without-token"), "load fails")
@@ -75,6 +75,8 @@ class ScoreCard(msgspec.Struct, frozen=True):
     connector_metadata: str
     rows: list[SituationResult]
     disaggregated: bool = False
+    limits: str = ""
+    """What a recipe does not reach, and why."""
 
     @property
     def verdict(self) -> Literal["clean", "violated", "unknown"]:
@@ -100,7 +102,9 @@ def score(
     :data:`DISAGGREGATED`. ``on_result`` is called with each result as it is made. Raises
     :class:`LedgerError` for a connector that can't be started here.
     """
-    paired = connector in DISAGGREGATED if disaggregated is None else disaggregated
+    recipe = RECIPES.get(connector) if module is None else None
+    known = connector if recipe is None else recipe.connector
+    paired = known in DISAGGREGATED if disaggregated is None else disaggregated
     results: list[SituationResult] = []
     metadata = "opaque"
     with quiet():
@@ -115,7 +119,8 @@ def score(
                     result = _without_inherited(result, of_base, base.name)
                 results.append(result)
                 on_result(result)
-    return ScoreCard(connector, versions(), metadata, results, paired)
+    limits = "" if recipe is None else recipe.limits
+    return ScoreCard(known, versions(), metadata, results, paired, limits)
 
 
 def _in_own_store(

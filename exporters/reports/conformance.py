@@ -83,11 +83,25 @@ def answer(card: ScoreCard, *, verbose: bool = False) -> Answer:
         [
             Lines(lines),
             Table(rows, "situation | sync | async | tokens from the store"),
+            Lines(_unreached(card)),
             Lines([Words(hint, DIM)] if clean and not verbose else []),
         ],
         plain=lambda: {"verdict": card.verdict, **msgspec.to_builtins(card)},
         code=CODES[card.verdict],
     )
+
+
+def _unreached(card: ScoreCard) -> list[str]:
+    """Why situations were not reached, as far as it is known."""
+    unreached = sum(row.outcome == "not reached" for row in card.rows)
+    stored = any(row.external_tokens for row in card.rows)
+    reasons = [card.limits] if card.limits else []
+    if unreached and not stored:
+        reasons.append(
+            f"{unreached} not reached: the connector loaded no token in any situation. The longest prompt "
+            "has 200 tokens: a store with chunks of 256 tokens keeps none of them."
+        )
+    return reasons
 
 
 def _wrong(card: ScoreCard) -> dict[str, list[str]]:

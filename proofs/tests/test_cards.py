@@ -63,7 +63,7 @@ def run_card(release: str, titles: list[str], name: str, module: str = "", **opt
 
 def bundled(*titles: str, mended: bool) -> ReleasedCard:
     options = {"use_native": True, "mended": mended}
-    module = "tests/conformance/cpu_lmcache.py"
+    module = "audit/conformance/cpu_lmcache.py"
     return run_card("lmcache-0.3.9", list(titles), "LMCacheConnectorV1", module, **options)
 
 

@@ -282,7 +282,7 @@ def scenarios(folder: Path) -> Iterator[tuple[str, Scenario]]:
     if find_spec("lmcache") is not None:
         extra = {"lmcache.chunk_size": BLOCK, "lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.1}
         lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
-        lmcache["kv_connector_module_path"] = "tests.conformance.cpu_lmcache"
+        lmcache["kv_connector_module_path"] = "kvledger.audit.conformance.cpu_lmcache"
         yield "external hits after a reset, LMCache", Scenario(with_reset, _connected(lmcache))
         yield "external hits without a change, LMCache", Scenario(unchanged, _connected(lmcache))
     for updated in (True, False):

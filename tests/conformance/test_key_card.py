@@ -20,7 +20,7 @@ from kvledger.cli import app
 
 OFFLOADING = {
     "spec_name": "CopyingSpec",
-    "spec_module_path": "tests.conformance.cpu_offloading",
+    "spec_module_path": "kvledger.audit.conformance.cpu_offloading",
     "cpu_bytes_to_use": 1 << 24,
 }
 OF_ENGINES = {

@@ -34,7 +34,7 @@ CHILD = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 def options(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     """The name of a run's connector, and its options; a store on disk is under ``folder``."""
     if name == "offloading":
-        spec = {"spec_name": "CopyingSpec", "spec_module_path": "tests.conformance.cpu_offloading"}
+        spec = {"spec_name": "CopyingSpec", "spec_module_path": "kvledger.audit.conformance.cpu_offloading"}
         return "OffloadingConnector", {**spec, "cpu_bytes_to_use": 1 << 26}
     if name == "outage":
         return "FailingConnector", {"store": name}
@@ -188,7 +188,7 @@ class ServedTokens:
         return True
 
     def _count_copies(self) -> None:
-        from tests.conformance.cpu_offloading import CopyingWorker
+        from kvledger.audit.conformance.cpu_offloading import CopyingWorker
 
         submit_load = CopyingWorker.submit_load
 
@@ -260,7 +260,7 @@ def prepare_lmcache(name: str) -> None:
     # The dispatcher inspects every imported module, and some of LMCache's modules raise when inspected.
     dispatcher._rebind_kernels = lambda *_, **__: None
     if name == "lmcache-v1":
-        from tests.conformance.cpu_lmcache import install
+        from kvledger.audit.conformance.cpu_lmcache import install
 
         install()
 

@@ -57,7 +57,7 @@ STORE = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "spec_name": "CopyingSpec",
-        "spec_module_path": "tests.conformance.cpu_offloading",
+        "spec_module_path": "kvledger.audit.conformance.cpu_offloading",
         "cpu_bytes_to_use": 1 << 30,
     },
 }
@@ -205,7 +205,7 @@ def lose_a_window() -> list[int]:
 
     Returns the list to which these blocks are appended.
     """
-    from tests.conformance.cpu_offloading import CopyingWorker
+    from kvledger.audit.conformance.cpu_offloading import CopyingWorker
 
     load, lost = CopyingWorker.submit_load, list[int]()
 

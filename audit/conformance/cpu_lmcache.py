@@ -1,6 +1,6 @@
 """``LMCacheConnectorV1`` on a machine without a GPU: this module does the copy between tensors.
 
-``kvledger conformance LMCacheConnectorV1 --module tests/conformance/cpu_lmcache.py`` uses it.
+``kvledger conformance lmcache`` uses it.
 
 LMCache copies through a GPU connector. It has one for each kind of device and none for the CPU, where
 ``CreateGPUConnector`` of ``lmcache/v1/gpu_connector/__init__.py`` raises. Everything else is LMCache's own:
@@ -38,7 +38,7 @@ def _copying() -> Any:
         """
 
         def __init__(self, layers: int, width: int) -> None:
-            self.layers, self.width = layers, width
+            self._layers, self._width = layers, width
 
         def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
             for index, keys_and_values in enumerate(self._rows(start, end, **kwargs)):
@@ -71,7 +71,7 @@ def _copying() -> Any:
                 self.to_gpu(memory_obj, start, end, **kwargs)
 
         def get_shape(self, num_tokens: int) -> Any:
-            return torch.Size([2, self.layers, num_tokens, self.width])
+            return torch.Size([2, self._layers, num_tokens, self._width])
 
     return CopyingConnector
 
