@@ -534,6 +534,11 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     an open request that is not in exactly one of them, or of an ended one that is in any. Where calls were
     idle: ``first_ready`` is the ready request that came first (-1: none), and ``paused_sessions`` how many
     sessions wait for their client's next chunk.
+
+    ``slots``, of an engine whose pool has a slot for each token: how many there are (-1: not counted). Of
+    these ``free_slots`` are free, ``evictable_slots`` cached and used by nobody, ``protected_slots`` cached
+    and used, ``held_slots`` held by sessions between their turns, and ``uncached_slots`` of requests and not
+    in the cache. ``slots_before``: the step after which they were counted before.
     """
 
     step: int
@@ -549,6 +554,13 @@ class Census(Event, frozen=True, array_like=True, tag=22):
     misqueued: dict[str, int] = {}
     first_ready: int = -1
     paused_sessions: int = 0
+    free_slots: int = -1
+    evictable_slots: int = -1
+    protected_slots: int = -1
+    held_slots: int = -1
+    uncached_slots: int = -1
+    slots: int = -1
+    slots_before: int = -1
 
 
 class SnapshotRow(msgspec.Struct, frozen=True, array_like=True):

@@ -107,7 +107,18 @@ BESIDES = {
 SGLANG = {
     f"sglang-{version}": Release(f"sglang=={version}", "sglang.txt", whole=True)
     for version in (
-        *("0.5.3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13", "0.5.20", "0.5.23"),
+        *(
+            "0.5.3",
+            "0.5.3.post3",
+            "0.5.5.post3",
+            "0.5.6",
+            "0.5.7",
+            "0.5.10",
+            "0.5.12.post1",
+            "0.5.13",
+            "0.5.20",
+            "0.5.23",
+        ),
     )
 }
 """Releases of SGLang, whose real engine runs on a CPU: see audit/demo/sglang. They are not in ``MATRIX``."""

@@ -39,6 +39,7 @@ ALL = (
 HOST = ("host", "host-back", "host-random", "host-overlap")
 LOADS: dict[str, tuple[str, ...]] = {
     "sglang-0.5.3": ALL,  # its host pool insists on pinned memory
+    "sglang-0.5.3.post3": ALL,  # as above
     "sglang-0.5.5.post3": (*ALL, *HOST),
     "sglang-0.5.6": (*ALL, "pause", "pause-weights", *HOST),
     "sglang-0.5.7": (*ALL, "pause", "pause-weights"),

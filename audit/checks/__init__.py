@@ -4,7 +4,7 @@ Importing this package, or any module in it, imports every check, which fills th
 ``registry.py``.
 """
 
-from . import blocks, connector, contents, drifts, encoder, kv_events, requests, tokens, weights
+from . import blocks, connector, contents, drifts, encoder, kv_events, pool, requests, tokens, weights
 
 __all__ = [
     "blocks",
@@ -13,6 +13,7 @@ __all__ = [
     "drifts",
     "encoder",
     "kv_events",
+    "pool",
     "requests",
     "tokens",
     "weights",

@@ -79,6 +79,15 @@ PROGRESS = Kind(
     "Requests that could run do not get on: their clients wait for nothing.",
     REMOVE_ENGINE,
 )
+POOL = Kind(
+    "uses of the token pool",
+    "tokens",
+    "KvledgerPoolWrong",
+    "has lost slots of its KV cache, or counts some twice",
+    "Slots of the KV cache are in no count of the engine: its pool becomes smaller until it restarts. Or "
+    "they are in two: then they may be given to two requests.",
+    REMOVE_ENGINE,
+)
 LOADS = Kind(
     "loads",
     "tokens",
@@ -138,6 +147,7 @@ ENCODER = Kind(
 FAMILIES: dict[str, Kind] = {
     "tokens": COUNTS,
     "requests": PROGRESS,
+    "pool": POOL,
     "blocks": OWNERSHIP,
     "connector": LOADS,
     "metrics": COUNTS,
@@ -182,6 +192,10 @@ def _vllm(number: int, kind: str = "issues") -> Reference:
 
 def _lmcache(number: int, kind: str = "issues") -> Reference:
     return Reference(f"LMCache#{number}", f"https://github.com/LMCache/LMCache/{kind}/{number}")
+
+
+def _sglang(number: int, kind: str = "issues") -> Reference:
+    return Reference(f"SGLang#{number}", f"https://github.com/sgl-project/sglang/{kind}/{number}")
 
 
 # GitHub redirects from /issues/ to /pull/ if the number is a pull request.
@@ -251,6 +265,9 @@ LMCACHE_2961 = _lmcache(2961)
 LMCACHE_3269 = _lmcache(3269)
 LMCACHE_4247 = _lmcache(4247)
 LMCACHE_4463 = _lmcache(4463)
+SGLANG_11970 = _sglang(11970)
+SGLANG_22273 = _sglang(22273)
+SGLANG_36855 = _sglang(36855)
 NEMO_RL_4018 = Reference("NeMo-RL#4018", "https://github.com/NVIDIA-NeMo/RL/issues/4018")
 VERL_6523 = Reference("verl#6523", "https://github.com/volcengine/verl/issues/6523")
 PRIME_RL_1650 = Reference("prime-rl#1650", "https://github.com/PrimeIntellect-ai/prime-rl/issues/1650")

@@ -21,7 +21,18 @@ EXAMINED: dict[str, tuple[str, ...]] = {
     ),
     "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.6", "0.5.7rc2"),
     "sglang": (
-        *("0.5.3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13", "0.5.20", "0.5.23"),
+        *(
+            "0.5.3",
+            "0.5.3.post3",
+            "0.5.5.post3",
+            "0.5.6",
+            "0.5.7",
+            "0.5.10",
+            "0.5.12.post1",
+            "0.5.13",
+            "0.5.20",
+            "0.5.23",
+        ),
     ),
 }
 """The releases whose scheduler was driven, oldest first: those of the matrix (``scripts/releases.py``), and

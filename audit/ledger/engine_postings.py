@@ -262,6 +262,7 @@ def forget(state: LedgerState, reason: str) -> None:
     state.weights.cached_since = UNKNOWN
     state.transfers.forget()
     state.encoder.forget()
+    state.slots.forget()
 
 
 def _census(state: LedgerState, event: ev.Census) -> None:
@@ -274,6 +275,8 @@ def _census(state: LedgerState, event: ev.Census) -> None:
                     catch_up(state, account)
                 enter_reported(state, account, "census", *rows[i + 1 : i + 5])
     enter_misqueued(state, event.misqueued)
+    for subject in state.slots.look(event, rests=not (state.living or state.undelivered)):
+        state.entries.append(Entry(state.number, state.step, state.at, subject, None))
     enter_overdue(state)
     enter_stalled(state)
     enter_no_progress(state, event)

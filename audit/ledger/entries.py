@@ -398,6 +398,27 @@ class Misqueued(NamedTuple):
     open: bool
 
 
+class SlotsMissing(NamedTuple):
+    """``missing`` slots of the token pool are counted nowhere; negative: so many are counted twice.
+
+    ``slots`` are the uses of slots, in the order of the census, and all slots. The difference was not there
+    yet after ``first_step`` and there after ``last_step``. ``done``: what happened in between.
+    """
+
+    missing: int
+    slots: list[int]
+    first_step: int
+    last_step: int
+    done: str
+
+
+class SlotsKept(NamedTuple):
+    """``protected`` cached tokens that no request and no session uses, for ``seconds``."""
+
+    protected: int
+    seconds: int
+
+
 class StoodStill(NamedTuple):
     """``calls`` of ``schedule`` in a row, in ``seconds``, scheduled none of the ``ready`` requests.
 
@@ -708,6 +729,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | Stalled
         | StoodStill
         | Misqueued
+        | SlotsMissing
+        | SlotsKept
         | Livelocked
         | Unpromised
         | Unsaved

@@ -20,6 +20,7 @@ from .blocks.ledger import BlockLedger
 from .blocks.reads import EVERY, lacking
 from .clocks import QueueClock, StepClock
 from .entries import Entry
+from .slots import SlotAccount
 from .transfers import WorkerTransfers
 from .weights import Weights
 
@@ -430,6 +431,8 @@ class LedgerState(msgspec.Struct, dict=True, eq=False):
     stood_still: tuple[int, int, int] = (-1, 0, 0)
     """Since when no step was scheduled: the steps until then, the time of the census that found it, and
     the calls of ``schedule`` since that scheduled nothing."""
+    slots: SlotAccount = msgspec.field(default_factory=SlotAccount)
+    """What the engine's token pool is used for, if it has a slot for each token."""
     no_progress: dict[int, tuple[int, int]] = {}
     """First tokens and scheduled tokens of each open request at the last census that found progress."""
     no_progress_since: tuple[int, int] = (0, 0)

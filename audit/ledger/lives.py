@@ -247,6 +247,7 @@ def _preempted(state: LedgerState, event: ev.Preempted) -> None:
         event.placeholder_tokens,
     )
     account.preemptions += 1
+    state.slots.note(state.step, f"{account.request_id} was preempted")
     end_life(state, account, event.cause)
     if event.cause == causes.BLOCKS and len(state.blocks.pools) == 1:
         state.blocks.demand.preempt(event.request)
@@ -330,6 +331,7 @@ def _finished(state: LedgerState, event: ev.Finished) -> None:
     )
     account.outcome = event.reason
     account.closed_at = state.at
+    state.slots.note(state.step, f"{account.request_id} ended")
     if event.sequence_tokens >= 0:
         overrun_past(account, event.sequence_tokens)
     if account.in_flight:

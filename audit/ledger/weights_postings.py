@@ -340,6 +340,7 @@ def _mislabelled(
 def _cache_reset(state: LedgerState, event: ev.CacheReset) -> None:
     """A reset: no block of the cache is older than what requests hold that run on."""
     weights = state.weights
+    state.slots.note(state.step, "the cache was reset")
     if event.succeeded:
         lives = [account.life for account in state.living.values() if account.life is not None]
         weights.cached_since = min([weights.stage, *map(oldest_of, lives)])

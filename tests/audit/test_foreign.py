@@ -194,6 +194,7 @@ OURS = {
     "dashboards/rules.py": "data of this package",
     "exporters/facts/kept.py": "a file with a checksum that this user wrote",
     "exporters/kv_events.py": "batches of a publisher: one function, whose errors are counted",
+    "exporters/sidecar/follower.py": "what a process of its own answers",
     "exporters/sidecar/web_config.py": "YAML of the operator, 1 MiB at most",
 }
 

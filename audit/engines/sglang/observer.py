@@ -39,10 +39,17 @@ from ...text import cut_id
 from ..observer import CENSUS_STEPS, Observer
 from ..step_log import StepLog
 from ..weights_watch import WeightsWatch
+from .slots import Slots, slots
 
 LOOKS_AFTER_ABORT = 8
 """In so many steps after an abort it is looked which requests have left: one whose prompt is computed in
 chunks leaves with a later step."""
+
+LIVES_A_STEP = 32
+"""Slots are counted after one step for so many open requests."""
+
+KEPT_MICROSECONDS = 5_000_000
+"""How often protected tokens of an engine at rest are told."""
 
 NO_COUNT = -1
 """For a count that the engine does not keep."""
@@ -196,6 +203,12 @@ class SGLangObserver(Observer):
         """The steps whose outputs have not been taken, oldest first."""
         self._choosing = False
         """``get_next_batch_to_run`` runs: what it retracts without a flag had a lower priority."""
+        self._slots_step = self._slots_before = 0
+        """The steps after which slots were counted last, and before that."""
+        self._slots_at = 0
+        """When they were."""
+        self._missing = -1, False
+        """How many slots were in no count, and whether two accounts in a row have said so."""
         self._looks = 0
         """In how many more steps it is looked which requests have left."""
 
@@ -239,6 +252,33 @@ class SGLangObserver(Observer):
         """Plain settings that the figures depend on; no paths, no prompts, no addresses."""
         return configuration_of(self.scheduler) | {"figures": self.FIGURES, "census_steps": CENSUS_STEPS}
 
+    def census_wanted(self) -> bool:
+        """Count the slots, and ask for a census where the account is another than the one before.
+
+        That costs time for each running request, so with many of them not after each step; at rest once a
+        second. Tokens that stay protected at rest are told every few seconds.
+        """
+        now = self.log.now()
+        rests = not (self._lives or self._in_flight)
+        steps = self.step - self._slots_step
+        if steps < 1 + len(self._lives) // LIVES_A_STEP and not (
+            rests and (steps or now - self._slots_at >= 1_000_000)
+        ):
+            return False
+        self._slots_before, self._slots_step, self._slots_at = self._slots_step, self.step, now
+        parts = self._slots()
+        if parts is None:
+            return False
+        before, said_twice = self._missing
+        missing = parts.slots - sum(parts[:-1])
+        self._missing = missing, missing in (0, before)
+        kept = rests and parts.protected_slots and now - self._last_census[1] >= KEPT_MICROSECONDS
+        return missing != before or not said_twice or bool(kept)
+
+    def _slots(self) -> Slots | None:
+        in_flight = (request for step in self._in_flight for request in step.requests)
+        return slots(self.scheduler, self._running(None), in_flight)
+
     def census(self, now: int) -> None:
         rows: list[int] = []
         for life in self._lives.values():
@@ -251,7 +291,21 @@ class SGLangObserver(Observer):
         free = int(allocator.available_size()) + _evictable(scheduler.tree_cache)
         blocks = free // page, int(allocator.size) // page
         waiting = len(scheduler.waiting_queue)
-        self.log.emit(ev.Census(now, self.step, rows, waiting, *blocks, *self.hook_time()))
+        parts = self._slots()
+        sessions = getattr(getattr(scheduler, "session_controller", scheduler), "sessions", ())
+        self.log.emit(
+            ev.Census(
+                now,
+                self.step,
+                rows,
+                waiting,
+                *blocks,
+                *self.hook_time(),
+                paused_sessions=len(sessions),
+                slots_before=self._slots_before,
+                **({} if parts is None else parts._asdict()),
+            )
+        )
 
     def computed_tokens(self, request: Any) -> int:
         return committed(request)

@@ -261,7 +261,7 @@ EVENTS = get_args(pool_calls.AnyEvent)
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
-@examples(25, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(data=st.data())
 def test_every_event_is_read_as_it_was_recorded(
     tmp_path_factory: pytest.TempPathFactory, kind: type[Any], data: st.DataObject

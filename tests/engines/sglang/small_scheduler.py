@@ -23,7 +23,9 @@ class Request:
         self.cached_tokens_host = self.cached_tokens_storage = 0
         self.host_hit_length = self.storage_hit_length = 0
         self.inflight_middle_chunks = 0
-        self.kv_committed_len = 0
+        self.kv_committed_len = self.kv_allocated_len = self.cache_protected_len = 0
+        self.kv_committed_freed = False
+        self.req_pool_idx: int | None = 1
         self.is_retracted = False
         self.finished_reason: Any = None
 
@@ -49,15 +51,25 @@ class Scheduler:
     def __init__(self, **arguments: Any) -> None:
         self.server_args = SimpleNamespace(model_path="/models/tiny", **arguments)
         self.waiting_queue: list[Request] = []
-        self.running_batch = self.last_batch = self.chunked_req = None
-        self.tree_cache = SimpleNamespace(evictable_size=lambda: 10)
-        self.token_to_kv_pool_allocator = SimpleNamespace(size=100, available_size=lambda: 60)
-        self.page_size = 1
+        self.running_batch: Batch | None = None
+        self.last_batch = self.chunked_req = None
+        self.protected = self.lost = 0
+        """Cached tokens that are protected, and slots that are in no count."""
+        self.tree_cache = SimpleNamespace(evictable_size=lambda: 10, protected_size=lambda: self.protected)
+        self.token_to_kv_pool_allocator = SimpleNamespace(size=100, available_size=self.available)
+        self.page_size, self.max_total_num_tokens = 1, 100
+        self.sessions: dict[str, Any] = {}
         self.attn_tp_rank = self.pp_rank = 0
         self.refuses = False
         """Whether the queue takes no more requests."""
         self.retracts: list[tuple[Request, bool]] = []
         """What the next choice of a batch retracts, and whether for lack of room."""
+
+    def available(self) -> int:
+        """The free slots."""
+        requests = self.running_batch.reqs if self.running_batch is not None else ()
+        own = sum(each.kv_allocated_len for each in requests if not each.kv_committed_freed)
+        return 90 - self.protected - self.lost - own
 
     def _add_request_to_queue(self, req: Request, is_retracted: bool = False) -> None:
         if not self.refuses:
@@ -74,6 +86,7 @@ class Scheduler:
 
     def retract(self, request: Request, is_retracted: bool) -> None:
         """Let a request that runs wait again."""
+        request.kv_committed_freed = True
         request.kv_committed_len = 0
         self._add_request_to_queue(request, is_retracted)
 
@@ -81,13 +94,16 @@ class Scheduler:
         for request, before, tokens in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             if request in self.waiting_queue:
                 self.waiting_queue.remove(request)
-            request.kv_committed_len = before + tokens
+            request.kv_committed_len = request.kv_allocated_len = before + tokens
+            request.kv_committed_freed = False
+        self.running_batch = batch
 
     def process_batch_result(self, batch: Batch, result: Any) -> None:
         for request in batch.reqs:
             request.output_ids.append(1)
             if len(request.output_ids) == request.sampling_params.max_new_tokens:
                 request.finished_reason = SimpleNamespace(to_json=lambda: {"type": "length"})
+                request.kv_committed_freed = True
 
     def flush_cache(self) -> bool:
         return True

@@ -260,3 +260,24 @@ def test_commands_for_blocks_and_for_vllm_refuse_in_a_sentence(
 
     assert exit_code(*command, tmp_path / "journal") == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_protected_slots_are_told_every_few_seconds_at_rest() -> None:
+    now = [0]
+    told: list[ev.Event] = []
+    sink: Any = SimpleNamespace(
+        record=told.append, record_all=told.extend, keep=list, restart=lambda *_: None, wants_snapshot=False
+    )
+    scheduler, request = Scheduler(), Request("a", outputs=1)
+    observer = SGLangObserver(scheduler, sink, version="0.5.23", clock=lambda: now[0])
+    observer.start()
+    scheduler._add_request_to_queue(request)
+    scheduler.step(Batch((request, 0, 8)))
+    scheduler.protected = 7
+    for _ in range(20):
+        now[0] += 1_000_000_000
+        scheduler.get_next_batch_to_run()
+    observer.stop("detached")
+
+    censuses = [each for each in told if isinstance(each, ev.Census)]
+    assert [each.protected_slots for each in censuses if each.protected_slots] == [7] * 5
