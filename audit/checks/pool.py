@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.entries import Entry, SlotsKept, SlotsMissing
-from .registry import SGLANG_11970, SGLANG_22273, SGLANG_36855, Witness, invariant
+from .registry import REMOVE_ENGINE, SGLANG_11970, SGLANG_22273, SGLANG_36855, Witness, invariant
 
 
 @invariant(
     "pool/slots",
     on=(SlotsMissing,),
+    stop_now=REMOVE_ENGINE,
     message="{missing} of {size} slots are in no count after step {last_step}: {free} free, "
     "{evictable} cached, {protected} cached and used, {held} held by sessions, {uncached} of requests. "
     "{since}",

@@ -79,15 +79,6 @@ PROGRESS = Kind(
     "Requests that could run do not get on: their clients wait for nothing.",
     REMOVE_ENGINE,
 )
-POOL = Kind(
-    "uses of the token pool",
-    "tokens",
-    "KvledgerPoolWrong",
-    "has lost slots of its KV cache, or counts some twice",
-    "Slots of the KV cache are in no count of the engine: its pool becomes smaller until it restarts. Or "
-    "they are in two: then they may be given to two requests.",
-    REMOVE_ENGINE,
-)
 LOADS = Kind(
     "loads",
     "tokens",
@@ -147,7 +138,7 @@ ENCODER = Kind(
 FAMILIES: dict[str, Kind] = {
     "tokens": COUNTS,
     "requests": PROGRESS,
-    "pool": POOL,
+    "pool": COUNTS,
     "blocks": OWNERSHIP,
     "connector": LOADS,
     "metrics": COUNTS,

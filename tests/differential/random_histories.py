@@ -232,6 +232,8 @@ class _Drawing:
         prompt = dice.choice((1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 31, 32, 40))
         shared = dice.choice((0, prompt, prompt, dice.randint(0, prompt)))
         external = "connector" in self.setup and dice.random() < 0.7
+        # vLLM takes a producer's connector for one that loads nothing: it defers no free for its sake.
+        loads = not (self.setup["asynchronous"] and self.setup.get("kv_role") == "kv_producer")
         return Add(
             f"r{self.added}",
             prompt,
@@ -242,7 +244,7 @@ class _Drawing:
             resumable=self.sessions and dice.random() < 0.7,
             priority=dice.randint(0, 2) if "policy" in self.setup else 0,
             stored=self.stored(prompt) if external else 0,
-            asynchronous=dice.random() < 0.5,
+            asynchronous=dice.random() < 0.5 and loads,
             delay_free="connector" in self.setup and dice.random() < 0.1,
             images=self.images(prompt) if "encoder_tokens" in self.setup else (),
         )
