@@ -293,7 +293,7 @@ class PoolWatch:
         self._ending.append(request)
         self.leaves(request.request_id)
         if self.prefixes is not None:
-            self.prefixes.ends(number)
+            self.prefixes.ends(request, number)
 
     def frees_deferred(self, _: None, blocks: list[Any], request: Any) -> None:
         """``pop_blocks_for_free``: a request gives up its table; its blocks are freed later."""

@@ -4,8 +4,11 @@ The engine finds a hit by its block hashes. If such a hash stands for other toke
 computed into the block, the engine cannot know. So the observer knows of each cached block which request has
 written it, keeps that request's tokens as long as one of its blocks is not allocated anew, and compares them
 with the tokens of a request that hits the block. Neither the engine's hashes nor its tables are used for it.
-The tokens stay in the memory of this process. What else KV depends on is compared by its class
-(``isolation``).
+What else KV depends on is compared by its class (``isolation``).
+
+The tokens stay in the memory of this process, each once: of a request that has ended only those after its hit
+are kept, and where the hit's are. Else requests of long conversations would each keep the whole of it for the
+few blocks that they have computed.
 
 A block that was filled before the observation, or for a prompt of embeddings, has no known tokens: a hit on
 it is counted as unknown.
@@ -22,11 +25,39 @@ from .attribution import Owners
 class Written:
     """The tokens for which a request has written its blocks."""
 
-    __slots__ = ("tokens",)
+    __slots__ = ("base", "begin", "shared", "tokens")
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], base: Written | None, shared: int) -> None:
         self.tokens = tokens
-        """vLLM's own list, to which outputs are appended."""
+        """The tokens from ``begin`` on: vLLM's own list, to which outputs are appended, until it leaves."""
+        self.begin = 0
+        """The position of the first of ``tokens``; those before are in ``base``."""
+        self.base = base
+        """Who wrote the blocks before; None: nobody, or it is not known."""
+        self.shared = shared
+        """How many tokens are those of ``base``; -1: the first ones, it was not looked yet how many."""
+
+    def leaves(self) -> None:
+        """No more tokens come: keep those that ``base`` has not."""
+        if self.base is None:
+            return
+        if self.shared < 0:
+            self.shared = self.base.differs_at(self.tokens, self.base.begin + len(self.base.tokens))
+        self.tokens, self.begin = self.tokens[self.shared :], self.shared
+
+    def differs_at(self, own: Sequence[int], end: int) -> int:
+        """The first position below ``end`` at which ``own`` has another token or none; else ``end``."""
+        writer, until = self, end
+        while True:
+            begin = writer.begin
+            theirs, mine = writer.tokens[: max(0, until - begin)], own[begin:until]
+            if theirs != mine or begin + len(mine) < until:
+                pairs = enumerate(zip(theirs, mine, strict=False), begin)
+                differing = (place for place, (one, other) in pairs if one != other)
+                end = next(differing, begin + min(len(theirs), len(mine)))
+            if writer.base is None or not begin:
+                return end
+            writer, until = writer.base, min(begin, end)
 
 
 class Prefixes:
@@ -49,6 +80,8 @@ class Prefixes:
         """Tokens after a block that its hash covers too: a drafter's KV depends on them."""
         self._living: dict[int, Written] = {}
         """By number: the requests that have written blocks and may write more."""
+        self._hits: dict[str, tuple[Written, int]] = {}
+        """By request id: who wrote the last block of its hit, and the tokens up to the end of that block."""
         self._equal = self._unknown = 0
 
     # --- who writes blocks ----------------------------------------------------------------------------
@@ -85,6 +118,8 @@ class Prefixes:
         if before is None:
             return
         before.tokens = list(before.tokens)
+        before.leaves()
+        self._hits[request.request_id] = before, -1
         after = self._writer(number)
         if self._tracked:
             manager = self._managers[0]
@@ -93,15 +128,19 @@ class Prefixes:
             for block in manager.req_to_blocks.get(request.request_id, ())[cached:]:
                 writers[block.block_id] = after
 
-    def ends(self, number: int) -> None:
+    def ends(self, request: Any, number: int) -> None:
         """A request writes no more."""
-        self._living.pop(number, None)
+        self._hits.pop(request.request_id, None)
+        writer = self._living.pop(number, None)
+        if writer is not None:
+            writer.leaves()
 
     def _writer(self, number: int) -> Written | None:
         request = self._request_of(number)
         if request is None or getattr(request, "prompt_embeds", None) is not None:
             return None
-        writer = self._living[number] = Written(request._all_token_ids)
+        base, shared = self._hits.pop(request.request_id, (None, 0))
+        writer = self._living[number] = Written(request._all_token_ids, base, shared)
         return writer
 
     # --- hits ---------------------------------------------------------------------------------------
@@ -130,14 +169,17 @@ class Prefixes:
             self._unknown += len(by_writer.pop(None, ()))
             for writer, places in by_writer.items():
                 assert writer is not None
-                theirs, end = writer.tokens, (places[-1] + 1) * size + self._ahead
-                equal = len(places)
-                if theirs is not own and theirs[:end] != own[:end]:
-                    first = _first_difference(theirs, own, end)
-                    equal = sum((place + 1) * size + self._ahead <= first for place in places)
-                    for place in places[equal:]:
-                        other += (group, groups[group][place].block_id, (place + 1) * size)
+                end = (places[-1] + 1) * size + self._ahead
+                first = end if writer.tokens is own else writer.differs_at(own, end)
+                equal = sum((place + 1) * size + self._ahead <= first for place in places)
+                for place in places[equal:]:
+                    other += (group, groups[group][place].block_id, (place + 1) * size)
                 self._equal += equal
+                if (
+                    equal == len(places)
+                    and end - self._ahead > self._hits.get(request.request_id, (None, 0))[1]
+                ):
+                    self._hits[request.request_id] = writer, end - self._ahead
         return other
 
     @property
@@ -150,9 +192,3 @@ class Prefixes:
         counts = self.counts
         self._equal = self._unknown = 0
         return counts
-
-
-def _first_difference(theirs: Sequence[int], own: Sequence[int], end: int) -> int:
-    """The first position at which two sequences differ, or at which one has ended."""
-    pairs = enumerate(zip(theirs[:end], own[:end], strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(theirs), len(own), end))
