@@ -1,4 +1,4 @@
-"""Writes the score cards of docs/connectors.md.
+"""Writes the score cards of docs/reference/connectors.md.
 
 Usage: make proof NAME=cards
 
@@ -21,7 +21,7 @@ from benchmarks.page import put
 from stores import environ, store
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "connectors.md"
+PAGE = ROOT / "docs" / "reference" / "connectors.md"
 HEADING = "## Score cards\n"
 OFFLOADING = {
     "spec_name": "CopyingSpec",

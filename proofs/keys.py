@@ -1,4 +1,4 @@
-"""Writes the partition card into docs/connectors.md: which differences part the KV of two requests.
+"""Writes the partition card into docs/reference/connectors.md: which differences part the KV of two requests.
 
 Usage: make proof NAME=keys
 
