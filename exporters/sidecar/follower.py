@@ -498,7 +498,7 @@ def read_settled(path: Path) -> bytes:
     said by the follower, which tries the same.
     """
     with contextlib.suppress(OSError):
-        os.nice(AHEAD_NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, AHEAD_NICE)
     journal = FollowedJournal("", FollowedAudit(path), Reader(path))
     try:
         journal.read(ignore, ignore, None)
@@ -649,10 +649,10 @@ class Follower:
         """Why what may be a journal can't be told to be one, by its name."""
         self._look_at = 0.0
         """The monotonic time at which ended journals are looked at next."""
-        self._ahead: dict[str, None] = {}
-        """The journals that other processes read, in the order in which they are read here."""
-        self._read_ahead: Iterator[bytes] = iter(())
-        """What these processes have read, in the same order."""
+        self._ahead: frozenset[str] = frozenset()
+        """The journals that other processes read."""
+        self._read_ahead: Iterator[tuple[str, bytes]] = iter(())
+        """What these processes have read of each, in the order in which journals have their turns."""
         self._to_fold: list[str] = []
         """The ended journals that are folded at the end of the present round."""
         self._folder = folder
@@ -725,8 +725,8 @@ class Follower:
     def _reading_ahead(self) -> Iterator[None]:
         """Let processes of their own read journals of ended engines, one journal a process.
 
-        Each is taken up when its turn comes, because labels of engines depend on the order. Not where
-        somebody is told of each event or batch.
+        Each is taken up when its turn comes, because labels of engines depend on the order. Not where a
+        callback is called with each event or batch.
         """
         unread = []
         if self._fold and not self.on_opened and self.on_batch is ignore:
@@ -743,11 +743,12 @@ class Follower:
             yield
             return
         read = Processes(processes).each(read_settled, paths, sizes)
-        self._ahead, self._read_ahead = dict.fromkeys(one.name for one in unread), read
+        names = [one.name for one in unread]
+        self._ahead, self._read_ahead = frozenset(names), zip(names, read, strict=False)
         try:
             yield
         finally:
-            self._ahead, self._read_ahead = {}, iter(())
+            self._ahead, self._read_ahead = frozenset(), iter(())
             read.close()
 
     def follow(self, stop: threading.Event) -> None:
@@ -840,10 +841,10 @@ class Follower:
         """Take up what another process has read of a journal, if one has."""
         if journal.name not in self._ahead:
             return False
-        del self._ahead[journal.name]
         data = b""
         with contextlib.suppress(LedgerError):  # a process was killed: the others have no more, either
-            data = next(self._read_ahead, b"")
+            # One whose folder went meanwhile has no turn: what was read of it is passed over.
+            data = next((data for name, data in self._read_ahead if name == journal.name), b"")
         if data:
             with self.lock:
                 journal.take_up(data)

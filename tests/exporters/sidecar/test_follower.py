@@ -123,6 +123,30 @@ def test_ended_engines_are_read_by_other_processes(tmp_path: Path, monkeypatch: 
     assert found[0] == found[1]
 
 
+def test_a_journal_that_goes_while_others_are_read_gives_its_figures_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate("abc", 1):
+        engine = Engine(tmp_path / name, number)
+        for _ in range(number):
+            engine.serve()
+        engine.stop()
+    monkeypatch.setattr(sidecar_follower, "AHEAD_WORTH_BYTES", 0)
+    monkeypatch.setattr(sidecar_follower, "AHEAD_PROCESSES", 2)
+    taken = Follower._take_up_ahead
+
+    def without_b(follower: Follower, journal: FollowedJournal) -> bool:
+        found = taken(follower, journal)
+        follower.journals.pop("b", None)
+        return found
+
+    monkeypatch.setattr(Follower, "_take_up_ahead", without_b)
+    monkeypatch.setattr(sidecar_follower, "cores", lambda: 2)
+    with following(tmp_path) as follower:
+        requests = {each.model: each.closed.requests for each in follower.audits}
+    assert {"model 1": 1, "model 3": 3}.items() <= requests.items()
+
+
 def test_later_events_are_read_by_the_next_poll(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     with following(tmp_path) as follower:
