@@ -30,8 +30,8 @@ from ..errors import LedgerError
 from ..events import Event, Gap
 from ..figures.totals import Totals
 from ..hooks import EngineMismatch
-from ..journal.memory_recorder import MemoryRecorder
-from ..journal.writer import JournalWriter, Limits
+from ..journal.memory_recorder import MemoryRecorder, write_journal
+from ..journal.writer import JournalWriter
 from ..ledger.account import Account, AccountStatement
 from ..ledger.ledger import Ledger
 from ..pool_calls import AnyEvent
@@ -150,14 +150,10 @@ class LiveAudit(Listed):
         return Path(folder)
 
     def _write(self, folder: Path) -> JournalWriter:
-        writer = JournalWriter(folder, Limits(segment_bytes=1 << 40, folder_bytes=1 << 40))
-        writer.rotate()
         decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode
         with self._caught_up():
             every = list(self._events)
-        for encoded in every:
-            writer.write(list[Event](decode(encoded)))
-        return writer
+        return write_journal(folder, (list[Event](decode(encoded)) for encoded in every))
 
     def detach(self) -> None:
         """Restore every wrapped attribute; the accounts stay readable. Idempotent."""

@@ -1,18 +1,27 @@
 """The engines that the running test built, each with its observer and its audit.
 
-:class:`TestAudits` is what the fixture ``kvledger_audit`` gives to a test.
+:class:`TestAudits` is what the fixture ``kvledger_audit`` gives to a test. :class:`KeptJournals` keeps the
+journals of the tests that failed in pytest's cache.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..checks.auditor import Auditor, Found, Listed
 from ..checks.coverage import ledger_coverage
 from ..checks.registry import Violation
-from ..events import HookFailed
+from ..engines.pool.manager_observer import ManagerObserver
+from ..events import Event, HookFailed
 from ..figures.totals import Totals
-from ..journal.memory_recorder import MemoryRecorder
+from ..journal.memory_recorder import MemoryRecorder, write_journal
 from ..ledger.account import AccountStatement
 from ..replay.find import pick_request
 
@@ -26,6 +35,8 @@ class AuditedInstance:
         self._observer = observer
         self._sink = sink
         """Events that are not audited yet."""
+        self._audited: list[list[Event]] = []
+        """Events that are audited, for :meth:`save`."""
         self._failed_hooks: list[HookFailed] = []
         self.auditor = Auditor(keep_closed=keep_closed)
         """Audits the events."""
@@ -47,6 +58,15 @@ class AuditedInstance:
         broken += [f"the hook on {each.hook} failed: {each.error}" for each in self._failed_hooks]
         return self.auditor.violations, broken
 
+    def save(self, folder: Path) -> None:
+        """Write the events so far as a journal. Raises OSError."""
+        write_journal(folder, self._audited).close()
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether it is a scheduler, and no KV cache manager alone."""
+        return not isinstance(self._observer, ManagerObserver)
+
     @property
     def examined(self) -> str:
         """What was examined of it, in words."""
@@ -60,6 +80,7 @@ class AuditedInstance:
 
     def _feed(self) -> None:
         events = self._sink.take()
+        self._audited.append(events)
         self.auditor.feed_all(events)
         self._failed_hooks += [event for event in events if isinstance(event, HookFailed)]
 
@@ -112,3 +133,39 @@ class TestAudits(Listed):
         for audited in self._audited:
             audited.catch_up()
         return [audited.auditor for audited in self._audited]
+
+
+class KeptJournals:
+    """The journals of failing tests, in pytest's cache: a folder a test, which has those of its last run."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    @property
+    def folder(self) -> Path | None:
+        """Where they are; None: nothing is kept, for pytest runs with ``-p no:cacheprovider``."""
+        cache = getattr(self._config, "cache", None)
+        return cache.mkdir("kvledger") if cache is not None else None
+
+    def keep(self, test: str, audited: Sequence[AuditedInstance], finding: str) -> str:
+        """Keep the journals of a test that failed; returns the next command. Raises OSError.
+
+        ``finding``: the invariant that the test breaks; "": none.
+        """
+        folder = self.drop(test)
+        assert folder is not None
+        for number, instance in enumerate(audited, 1):
+            instance.save(folder / f"engine-{number}")
+        path = shlex.quote(os.path.relpath(folder))
+        return f"kvledger repro {path} --finding {finding}" if finding else f"kvledger audit {path}"
+
+    def drop(self, test: str) -> Path | None:
+        """Remove what an earlier run kept of a test; returns the test's folder."""
+        kept_in = self.folder
+        if kept_in is None:
+            return None
+        words = re.sub(r"[^A-Za-z0-9_.]+", "-", test)[-60:].strip("-")
+        folder = kept_in / f"{words}-{hashlib.sha256(test.encode()).hexdigest()[:6]}"
+        if folder.exists():
+            shutil.rmtree(folder)
+        return folder

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest.mock import NonCallableMock
 
@@ -27,7 +27,7 @@ from ..engines.v1_since_0_27 import V1Observer
 from ..journal.memory_recorder import MemoryRecorder
 from .first_step import FirstStep
 from .import_watch import ImportWatch
-from .pytest_audits import AuditedInstance, TestAudits
+from .pytest_audits import AuditedInstance, KeptJournals, TestAudits
 from .pytest_settings import (
     ALLOWED,
     DRIFT,
@@ -36,6 +36,7 @@ from .pytest_settings import (
     FIXTURE,
     HOW_TO_ALLOW,
     LEFT_ALONE,
+    NEXT,
     NOT_LISTED,
     UNOBSERVED,
     VIOLATION,
@@ -81,6 +82,10 @@ class LedgerPlugin:
     """Observes the engines that the running test builds, and reports on them when the test ends."""
 
     def __init__(self, *, stacks: bool) -> None:
+        self._ended: list[AuditedInstance] = []
+        """The engines of the test that has just ended."""
+        self._breaks = ""
+        """The first invariant that one of its schedulers breaks; "": none."""
         self._wanted = Wanted("", frozenset())
         self._keep_closed = False
         """Whether the running test may ask for the accounts of requests that have ended."""
@@ -224,9 +229,30 @@ class LedgerPlugin:
             pytest.fail(text, pytrace=False)
         return result
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep the journals of a test that failed, and say which command reads them."""
+        report = yield
+        if call.when == "call":
+            ended, self._ended = self._ended, []
+            journals = KeptJournals(item.config)
+            try:
+                if not (report.failed and ended):
+                    journals.drop(item.nodeid)
+                elif journals.folder is not None:
+                    command = journals.keep(item.nodeid, ended, self._breaks)
+                    report.user_properties.append((NEXT, command))
+                    report.sections.append(("kvledger: its journal is kept, next", command))
+            except OSError as error:
+                report.sections.append(("kvledger: its journal could not be kept", str(error)))
+        return report
+
     def _report(self, item: pytest.Item) -> str:
         """End the audits of a test: its findings become properties; the text is that of its failure."""
         audited, self._audited = self._audited, []
+        self._ended, self._breaks = audited, ""
         self._cores.clear()
         left_alone, self._left_alone = self._left_alone, []
         unobserved, self._unobserved = self._unobserved, []
@@ -247,6 +273,7 @@ class LedgerPlugin:
                 properties.append((kind, f"{violation.id}: {violation.message}"))
                 if kind == VIOLATION:
                     lines += [f"{violation.id}: {violation.message}", *violation.story]
+                    self._breaks = self._breaks or (violation.id if instance.has_scheduler else "")
             for row in instance.not_listed:
                 kind = self._kind(row)
                 properties.append((NOT_LISTED, f"{kind} {row.id} {row.findings - row.listed}"))

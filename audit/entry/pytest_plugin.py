@@ -31,6 +31,7 @@ from .pytest_settings import (
     LEFT_ALONE,
     LEVELS,
     NAME,
+    NEXT,
     NOT_LISTED,
     VIOLATION,
     run_level,
@@ -40,6 +41,8 @@ from .pytest_settings import (
 
 OBSERVER = "kvledger-observer"
 """The name of the plugin that observes."""
+MOST_COMMANDS = 5
+"""Failing tests whose next command the summary has."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -133,6 +136,8 @@ class Summary:
         """Engines, by what was examined of them."""
         self._findings: dict[str, Counter[str]] = {VIOLATION: Counter(), DRIFT: Counter(), ALLOWED: Counter()}
         """Findings of each kind, by invariant."""
+        self._next: list[str] = []
+        """The command that reads the journals of a failing test, each."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add up the properties of a test."""
@@ -146,6 +151,8 @@ class Summary:
                 self._left_alone[str(value)] += 1
             elif name == EXAMINED:
                 self._examined[str(value)] += 1
+            elif name == NEXT:
+                self._next.append(str(value))
             elif name == NOT_LISTED:
                 kind, id, number = str(value).split()
                 self._findings[kind][id] += int(number)
@@ -176,6 +183,9 @@ class Summary:
                 yield f"{kind.partition('.')[2]}  {id}  {times}"
         if self._findings[VIOLATION]:
             yield "`kvledger explain ID` explains an invariant."
+        if self._next:
+            yield f"The journals of failing tests are kept: {len(self._next)}. Next:"
+            yield from (f"    {command}" for command in self._next[:MOST_COMMANDS])
 
 
 def _level(text: str) -> str:

@@ -24,7 +24,7 @@ UNOBSERVED = "unobserved"
 HOW_TO_ALLOW = f"Mark the test kvledger(allow={UNOBSERVED!r}), or run with --kvledger-allow={UNOBSERVED}"
 
 ENGINES, LEFT_ALONE = "kvledger.engines", "kvledger.left_alone"
-EXAMINED, NOT_LISTED = "kvledger.examined", "kvledger.not_listed"
+EXAMINED, NOT_LISTED, NEXT = "kvledger.examined", "kvledger.not_listed", "kvledger.next"
 VIOLATION, DRIFT, ALLOWED = "kvledger.violation", "kvledger.drift", "kvledger.allowed"
 """Names of a test's properties."""
 

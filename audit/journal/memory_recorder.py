@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from ..events import EngineStarted, EngineStopped, Event, Gap, Snapshot
 from .recorder import OVERFLOW, microseconds_since
+from .writer import JournalWriter, Limits
+
+
+def write_journal(folder: Path, batches: Iterable[list[Event]]) -> JournalWriter:
+    """Write what a :class:`MemoryRecorder` returned as one segment, which is still open. Raises OSError."""
+    writer = JournalWriter(folder, Limits(segment_bytes=1 << 40, folder_bytes=1 << 40))
+    writer.rotate()
+    for events in batches:
+        writer.write(events)
+    return writer
 
 
 class MemoryRecorder:

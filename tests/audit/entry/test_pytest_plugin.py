@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.command_line import exit_code
 from tests.scenarios.driving import start
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -120,11 +122,46 @@ def test_a_test_that_fails_anyway_also_gets_the_report(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["E * == 7*", "*- Captured kvledger call -*", "blocks/double-free: *"])
 
 
-def test_an_allowed_violation_fails_no_test(pytester: pytest.Pytester) -> None:
+def kept(pytester: pytest.Pytester) -> list[Path]:
+    """The journals that a run left in pytest's cache."""
+    return sorted((pytester.path / ".pytest_cache/d/kvledger").glob("*/*"))
+
+
+def test_a_failing_test_keeps_its_journal_until_what_it_breaks_is_allowed(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(pytester, TWICE, holds=True)
+    (journal,) = kept(pytester)
+    command = f"kvledger repro .pytest_cache/d/kvledger/{journal.parent.name} --finding blocks/double-free"
+
+    result.stdout.fnmatch_lines(["*- kvledger: its journal is kept, next -*", command])
+    result.stdout.fnmatch_lines(["The journals of failing tests are kept: 1. Next:", f"    {command}"])
+    capsys.readouterr()
+    assert 1 == exit_code("audit", journal.parent, "--format", "json")
+    audited = json.loads(capsys.readouterr().out)
+    assert "blocks/double-free" in {each["id"] for each in audited["violations"]}
+
     ids = ("blocks/double-free", "blocks/free-iff-unreferenced", "blocks/references", "tokens/balance")
     allowed = [f"--kvledger-allow={each}" for each in ids]
-
     run(pytester, TWICE, *allowed, holds=True).assert_outcomes(passed=1)
+    assert [] == kept(pytester)
+
+
+@pytest.mark.parametrize(("holds", "journals"), [("1 == 2", 1), ("pytest.xfail()", 0), ("pytest.skip()", 0)])
+def test_a_test_that_fails_by_itself_keeps_its_journal_too(
+    holds: str, journals: int, pytester: pytest.Pytester
+) -> None:
+    result = run(pytester, f"    import pytest\n{CLEAN}        assert {holds}\n")
+
+    assert journals == len(kept(pytester)) == str(result.stdout).count("    kvledger audit .pytest_cache")
+
+
+def test_without_pytests_cache_no_journal_is_kept(pytester: pytest.Pytester) -> None:
+    result = run(pytester, TWICE, "-p", "no:cacheprovider", holds=True)
+
+    result.assert_outcomes(failed=1)
+    assert [] == kept(pytester)
+    result.stdout.no_fnmatch_line("*Next:*")
 
 
 def test_allowing_one_invariant_does_not_allow_another(pytester: pytest.Pytester) -> None:
