@@ -150,7 +150,7 @@ class KeptJournals:
     def keep(self, test: str, audited: Sequence[AuditedInstance], finding: str) -> str:
         """Keep the journals of a test that failed; returns the next command. Raises OSError.
 
-        ``finding``: the invariant that the test breaks; "": none.
+        ``finding``: the invariant that the test breaks, for `repro`; "": none that it can show.
         """
         folder = self.drop(test)
         assert folder is not None

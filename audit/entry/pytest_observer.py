@@ -25,6 +25,7 @@ from ..engines.content.attached import worker_of
 from ..engines.pool.manager_observer import ManagerObserver
 from ..engines.v1_since_0_27 import V1Observer
 from ..journal.memory_recorder import MemoryRecorder
+from ..repro.assertions import refusal
 from .first_step import FirstStep
 from .import_watch import ImportWatch
 from .pytest_audits import AuditedInstance, KeptJournals, TestAudits
@@ -85,7 +86,7 @@ class LedgerPlugin:
         self._ended: list[AuditedInstance] = []
         """The engines of the test that has just ended."""
         self._breaks = ""
-        """The first invariant that one of its schedulers breaks; "": none."""
+        """The first invariant that one of its schedulers breaks and that `repro` can show; "": none."""
         self._wanted = Wanted("", frozenset())
         self._keep_closed = False
         """Whether the running test may ask for the accounts of requests that have ended."""
@@ -273,7 +274,8 @@ class LedgerPlugin:
                 properties.append((kind, f"{violation.id}: {violation.message}"))
                 if kind == VIOLATION:
                     lines += [f"{violation.id}: {violation.message}", *violation.story]
-                    self._breaks = self._breaks or (violation.id if instance.has_scheduler else "")
+                    rebuilt = instance.has_scheduler and not refusal(violation.id)
+                    self._breaks = self._breaks or (violation.id if rebuilt else "")
             for row in instance.not_listed:
                 kind = self._kind(row)
                 properties.append((NOT_LISTED, f"{kind} {row.id} {row.findings - row.listed}"))

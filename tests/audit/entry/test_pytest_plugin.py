@@ -132,7 +132,7 @@ def test_a_failing_test_keeps_its_journal_until_what_it_breaks_is_allowed(
 ) -> None:
     result = run(pytester, TWICE, holds=True)
     (journal,) = kept(pytester)
-    command = f"kvledger repro .pytest_cache/d/kvledger/{journal.parent.name} --finding blocks/double-free"
+    command = f"kvledger audit .pytest_cache/d/kvledger/{journal.parent.name}"
 
     result.stdout.fnmatch_lines(["*- kvledger: its journal is kept, next -*", command])
     result.stdout.fnmatch_lines(["The journals of failing tests are kept: 1. Next:", f"    {command}"])
@@ -154,6 +154,26 @@ def test_a_test_that_fails_by_itself_keeps_its_journal_too(
     result = run(pytester, f"    import pytest\n{CLEAN}        assert {holds}\n")
 
     assert journals == len(kept(pytester)) == str(result.stdout).count("    kvledger audit .pytest_cache")
+
+
+def test_the_next_command_rebuilds_a_finding_that_a_figure_of_the_scheduler_shows(
+    pytester: pytest.Pytester,
+) -> None:
+    counted = """
+    from tests.scenarios.driving import start
+
+    def test_a_count():
+        driver = start()
+        driver.add("a", 40, 4)
+        driver.step()
+        driver.scheduler.requests["a"].num_computed_tokens -= 3
+        driver.run()
+    """
+    result = run(pytester, counted)
+
+    result.stdout.fnmatch_lines(
+        "    kvledger repro .pytest_cache/d/kvledger/*-test_a_count-* --finding tokens/*"
+    )
 
 
 def test_without_pytests_cache_no_journal_is_kept(pytester: pytest.Pytester) -> None:
