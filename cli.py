@@ -768,7 +768,7 @@ def timeline(paths: list[Path] = opt.PATHS, output: Path = opt.OUTPUT, read: Rea
     "repro /var/lib/kvledger",
     "repro /var/lib/kvledger --finding tokens/negative -o test_negative.py --issue bug.md --yes",
     exit_codes="Exit codes: 0 reproduced, and the test fails here; 1 not reproduced; 2 bad usage or input; "
-    "3 a reproduction can't show this finding; 4 the test was written, and nobody agreed to run it.",
+    "3 a reproduction can't show this finding; 4 the test was written, and it was not run to its end.",
 )
 def repro(
     path: Path = opt.PATH,

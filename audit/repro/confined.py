@@ -53,17 +53,14 @@ def network_open() -> str:
     return asked.stdout.strip() if not asked.returncode else "the attempt failed"
 
 
-def bounds() -> str:
-    """What holds for a file that runs here, in a sentence."""
+def bounds(limit: float = LIMIT_SECONDS) -> str:
+    """What holds for a file that runs here for ``limit`` seconds at most, in a sentence."""
     network = (
         f"with your network, which can't be closed here ({network_open()})"
         if network_open()
         else "without network"
     )
-    return (
-        f"{network}, in an empty folder, with at most {MEMORY_BYTES >> 30} GiB of memory and "
-        f"{LIMIT_SECONDS / 60:.0f} minutes"
-    )
+    return f"{network}, in an empty folder, with at most {MEMORY_BYTES >> 30} GiB of memory and {limit:.0f} s"
 
 
 def run(command: Sequence[str], limit: float = LIMIT_SECONDS) -> Ended:

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int, int], None]
 
 BUDGET_SECONDS = 120.0
 SEARCH_SHARE = 0.6
-"""The part of the budget in which a first reproduction must be found."""
+"""The part of the time that is left when vLLM is imported in which a first reproduction must be found."""
 
 
 class OtherRelease(LedgerError):
@@ -87,8 +87,9 @@ def reproduce(
 
     ``scheduler``: ``MODULE:CLASS`` of the recorded scheduler, if it is not vLLM's own.
 
-    ``budget``: seconds, from when vLLM is imported. ``workers`` 0 drives in this process. Ctrl-C ends the
-    search and keeps the smallest workload so far.
+    ``budget``: seconds for all of it. As long as vLLM took to start is left of them, at most half of what is
+    left then: the test that is made of the answer imports vLLM again. ``workers`` 0 drives in this process.
+    Ctrl-C ends the search and keeps the smallest workload so far.
     """
     began = time.monotonic()
     _tell(progress, "reading the journal")
@@ -105,10 +106,13 @@ def reproduce(
     count = cores() if workers is None else workers
     with Pool(count, python or sys.executable) as pool:
         _tell(progress, "starting vLLM")
-        version = pool.version(v0=engine_of(part).get("scheduler") == "v0")
+        starts = time.monotonic()
+        version = pool.version(v0=engine_of(part).get("scheduler") == "v0", seconds=began + budget - starts)
         if not any_release:
             _require_release(version, seen)
-        return _Search(part, pool, began, budget, progress).run()
+        ready, over = time.monotonic(), began + budget
+        end = max(over - (ready - starts), ready + (over - ready) / 2)
+        return _Search(part, pool, began, end, progress).run()
 
 
 def _require_release(version: str, seen: Seen) -> None:
@@ -133,15 +137,15 @@ def _tell(progress: Progress | None, phase: str, done: int = 0, requests: int = 
 class _Search:
     """Finds a first reproduction of one cut, then shrinks it."""
 
-    def __init__(self, part: Cut, pool: Pool, began: float, budget: float, progress: Progress | None) -> None:
+    def __init__(self, part: Cut, pool: Pool, began: float, end: float, progress: Progress | None) -> None:
         self._cut = part
         self._pool = pool
         self._began = began
         """When the reproduction began, by the monotonic clock, as all times here."""
         ready = time.monotonic()
-        self._deadline = ready + budget
+        self._deadline = end
         """When shrinking ends."""
-        self._search_until = ready + budget * SEARCH_SHARE
+        self._search_until = ready + (end - ready) * SEARCH_SHARE
         """When the search for a first reproduction ends."""
         self._progress = progress
         """Called after each workload that was driven."""

@@ -28,7 +28,7 @@ LONGEST_DRIVE_SECONDS = 60.0
 
 MODULE = "kvledger.audit.repro.workers"
 ENDED = "the worker ended, or the scheduler did not return"
-NO_ANSWER = f"the process ended, or did not import vLLM within {START_SECONDS:.0f} s"
+NO_ANSWER = "the process ended, or did not import vLLM within {:.0f} s"
 
 
 class OutOfTime(Exception):
@@ -91,14 +91,17 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers) if workers else None
         """One thread for each worker, which waits for its answer."""
 
-    def version(self, *, v0: bool = False) -> str:
-        """The vLLM version of the workers, once they have imported it."""
+    def version(self, *, v0: bool = False, seconds: float = START_SECONDS) -> str:
+        """The vLLM version of the workers, once they have imported it; they may take ``seconds``."""
         job = msgspec.json.encode(Job(v0=v0))
         if self.workers is None:
             found = answer(Job(v0=v0))
         else:
-            line = self.workers.parent.line.ask(job, START_SECONDS)
-            found = msgspec.json.decode(line, type=Answer) if line else Answer(error=NO_ANSWER)
+            seconds = min(max(seconds, 0.001), START_SECONDS)
+            line = self.workers.parent.line.ask(job, seconds)
+            found = (
+                msgspec.json.decode(line, type=Answer) if line else Answer(error=NO_ANSWER.format(seconds))
+            )
         if not found.version:
             raise LedgerError(f"kvledger repro can't build vLLM's scheduler here: {found.error}.")
         if self._threads is not None and self.workers is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ from ..repro.pytest_file import render as file_text
 from ..terminal import console, progress, rendered, share_progress, show
 
 EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3, "not run": 4}
+OVER = 1.1
+"""How much of its budget the command may take, with the run of the test that it wrote."""
+TIME_OVER = "was not run to its end: the time was over. Give more with --budget."
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 LISTED = 20
 """Findings that are listed to choose from."""
@@ -53,19 +57,20 @@ def run(
 
     The answer goes to standard error, and its exit code is returned, if the test is on standard output.
     """
-    seconds = _seconds(budget)
+    seconds, began = _seconds(budget), time.monotonic()
     if as_json and str(output) == "-":
         raise LedgerError("--format json and -o - would both print to standard output; name a file")
     try:
         seen = choose(path, finding or None, request or None)
     except Ambiguous as several:
         seen = _choose(several.findings)
+        began = time.monotonic()  # the user's time is not the command's
     try:
         with _progress() as move:
             made = reproduce(
                 path,
                 seen=seen,
-                budget=seconds,
+                budget=began + seconds - time.monotonic(),
                 python=python or None,
                 any_release=any_release,
                 scheduler=scheduler,
@@ -73,9 +78,10 @@ def run(
             )
     except OtherRelease as differs:
         raise LedgerError(f"{differs} Or try the installed one with --any-release.") from None
-    tried = None
+    tried: Run | str = ""
     if made.status == "reproduced":
-        tried = _write(made, output, issue, python or sys.executable, yes)
+        limit = min(began + OVER * seconds - time.monotonic(), confined.LIMIT_SECONDS)
+        tried = _write(made, output, issue, python or sys.executable, yes, limit)
     found = answer(made, tried, output, issue)
     if str(output) != "-":
         return found
@@ -127,10 +133,12 @@ def _seconds(text: str) -> float:
 # --- the files ------------------------------------------------------------------------------------------
 
 
-def _write(made: Reproduction, output: Path, issue: Path | None, python: str, yes: bool) -> Run | None:
+def _write(
+    made: Reproduction, output: Path, issue: Path | None, python: str, yes: bool, limit: float
+) -> Run | str:
     """Write the test and the report, and run the test once with the vLLM that drove the workload.
 
-    None: the user did not agree to run it.
+    A text says why it was not run to its end.
     """
     assert made.workload is not None and made.check is not None
     name = "test_repro.py" if str(output) == "-" else output.name
@@ -141,12 +149,16 @@ def _write(made: Reproduction, output: Path, issue: Path | None, python: str, ye
         write_whole(output, test)
     if issue is not None:
         write_whole(issue, bug_report(made, test))
-    if not _may_run(f"{python} runs {name} once, {confined.bounds()}.", yes):
-        return None
+    if limit < 1:
+        return TIME_OVER
+    if not _may_run(f"{python} runs {name} once, {confined.bounds(limit)}.", yes):
+        return "was not run: nobody agreed to it. --yes agrees."
     with temporary.folder() as folder:
         file = Path(folder, name)
         file.write_text(test)
-        return run_file(file, Environment(made.workload.release, (python,)))
+        tried = run_file(file, Environment(made.workload.release, (python,)), limit)
+    over = tried.result == "error" and tried.seconds == limit < confined.LIMIT_SECONDS
+    return TIME_OVER if over else tried
 
 
 def _may_run(told: str, yes: bool) -> bool:
@@ -159,11 +171,16 @@ def _may_run(told: str, yes: bool) -> bool:
 # --- the answer -----------------------------------------------------------------------------------------
 
 
-def answer(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> Answer:
-    """What came of it, then what was cut down, what was assumed, and what to do next."""
+def answer(made: Reproduction, tried: Run | str, output: Path, issue: Path | None) -> Answer:
+    """What came of it, then what was cut down, what was assumed, and what to do next.
+
+    ``tried``: the run of the test that was written, or why it was not run.
+    """
     data = lambda: as_data(made, tried, output, issue)  # noqa: E731
-    status = made.status if tried is None or tried.result == "fails" else "not reproduced"
-    code = EXIT_CODES["not run" if status == "reproduced" and tried is None else status]
+    ran = isinstance(tried, Run)
+    holds = not isinstance(tried, Run) or tried.result == "fails"
+    status = made.status if holds else "not reproduced"
+    code = EXIT_CODES["not run" if status == "reproduced" and not ran else status]
     if made.status != "reproduced":
         nearest = made.nearest
         near = (
@@ -192,11 +209,7 @@ def answer(made: Reproduction, tried: Run | None, output: Path, issue: Path | No
                 ]
             ),
             notes([f"Assumed: {sentence}" for sentence in made.assumed]),
-            Lines(
-                [f"Next: kvledger repro bisect {file}"]
-                if file and (tried is None or tried.result == "fails")
-                else []
-            ),
+            Lines([f"Next: kvledger repro bisect {file}"] if file and holds else []),
         ],
         plain=data,
         code=code,
@@ -213,25 +226,30 @@ def _sentence(made: Reproduction) -> str:
     return f"{heading}: {made.seen.id}{request}. {printable(made.reason)}"
 
 
-def _written(made: Reproduction, tried: Run | None, file: str, issue: Path | None) -> Iterator[str]:
+def _written(made: Reproduction, tried: Run | str, file: str, issue: Path | None) -> Iterator[str]:
     assert made.check is not None
     where = f"{file or 'The test'} "
-    if tried is not None:
+    if isinstance(tried, str):
+        yield Words(where + tried, BAD)
+    else:
         yield f"{made.check.says}: {tried.figure}, right: {made.check.right}"
-    if tried is None:
-        yield Words(f"{where}was not run: nobody agreed to it. --yes agrees.", BAD)
-    elif tried.result == "fails":
+        yield from _ran(made, tried, where)
+    if issue is not None:
+        yield f"{issue} is the bug report, with the test."
+
+
+def _ran(made: Reproduction, tried: Run, where: str) -> Iterator[str]:
+    """What the run of the test shows."""
+    if tried.result == "fails":
         yield f"{where}fails on vLLM {made.release}, as it should."
     elif tried.result == "passes":
         words = "passes: the finding came back under kvledger's driver, but not in the file."
         yield Words(where + words, BAD)
     else:
         yield Words(f"{where}can't run here: {printable(tried.figure)}", BAD)
-    if issue is not None:
-        yield f"{issue} is the bug report, with the test."
 
 
-def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | None) -> dict[str, Any]:
+def as_data(made: Reproduction, tried: Run | str, output: Path, issue: Path | None) -> dict[str, Any]:
     """For JSON: the reproduction, flat, without the workload's tables; the files hold those."""
     data: dict[str, Any] = msgspec.to_builtins(made, enc_hook=str)
     for name in ("workload", "configuration", "statement"):
@@ -239,7 +257,7 @@ def as_data(made: Reproduction, tried: Run | None, output: Path, issue: Path | N
     written = made.status == "reproduced" and str(output) != "-"
     data["file"] = str(output) if written else None
     data["issue"] = str(issue) if issue is not None and made.status == "reproduced" else None
-    data["test"] = None if tried is None else {"result": tried.result, "figure": tried.figure}
+    data["test"] = {"result": tried.result, "figure": tried.figure} if isinstance(tried, Run) else None
     return data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from tests.exporters.repro.workloads import CASES
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.repro import reproduction
 from kvledger.audit.repro.bisect import Run
 from kvledger.audit.repro.choose_finding import Ambiguous, Seen
 from kvledger.audit.repro.drive import Found
@@ -149,6 +151,46 @@ def test_the_test_is_not_run_before_the_user_agrees(
         printed = " ".join(capsys.readouterr().out.split())
         assert ("was not run: nobody agreed to it. --yes agrees." in printed) == (code == 4)
         assert (tmp_path / "test_repro.py").exists()
+
+
+def test_a_test_that_the_budget_leaves_no_time_for_is_written_and_not_run(
+    call: Any, tmp_path: Path, capsys: Any
+) -> None:
+    assert 4 == call(REPRODUCED, budget="0.5s")
+
+    assert "was not run to its end: the time was over. Give more with --budget." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert (tmp_path / "test_repro.py").exists()
+
+
+def test_the_budget_is_the_time_of_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes 3 s, vLLM starts in 20 s, and as long is left for the test that is written."""
+    clock = [0.0]
+    ends: list[float] = []
+
+    def takes(seconds: float, value: Any) -> Any:
+        return lambda *_, **__: clock.__setitem__(0, clock[0] + seconds) or value
+
+    class Search:
+        def __init__(self, part: Any, pool: Any, began: float, end: float, progress: Any) -> None:
+            ends.append(end)
+
+        def run(self) -> None: ...
+
+    monkeypatch.setattr(reproduction.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(reproduction, "choose", takes(1, seen()))
+    monkeypatch.setattr(
+        reproduction, "cut", takes(2, SimpleNamespace(configuration={}, requests={}, scheduler_class=""))
+    )
+    monkeypatch.setattr(reproduction, "require_rebuildable", takes(0, None))
+    monkeypatch.setattr(reproduction.Pool, "version", takes(20, "0.23.0"))
+    monkeypatch.setattr(reproduction, "_Search", Search)
+
+    reproduction.reproduce(tmp_path, budget=120, workers=0)
+    clock[0] = 0.0
+    reproduction.reproduce(tmp_path, budget=33, workers=0)
+    assert [100.0, 28.0] == ends
 
 
 def test_not_reproduced_and_refused_have_their_own_exit_codes(call: Any, tmp_path: Path, capsys: Any) -> None:
