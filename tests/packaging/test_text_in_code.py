@@ -64,6 +64,7 @@ PLACES: dict[str, dict[str, str]] = {
     "metrics": {"exporters/metrics/openmetrics.py": "escaped()"},
     "path": {
         "audit/demo/sglang/run.py": "ours: a release",
+        "audit/entry/pytest_audits.py": "sub()",
         "audit/replay/atomic_files.py": "ours: a name that is there, and random digits",
         "audit/simulate/study.py": "ours: a number",
         "dashboards/boards.py": "ours: the name of a board",
