@@ -145,6 +145,9 @@ def check(
 def usage(
     paths: list[Path] = opt.PATHS,
     log: Path = option("--log FILE", "What clients were told: one JSON object a line.", ...),
+    tenant: str = option(
+        "--tenant FIELD", "The field of the log that says who pays, such as metadata/team.", ""
+    ),
     verbose: bool = opt.VERBOSE,
     format: str = opt.TEXT,
     read: Reading = WINDOW,
@@ -158,7 +161,7 @@ def usage(
     from .exporters import usage_logs
     from .exporters.reports import usage as report
 
-    told = usage_logs.read(log)
+    told = usage_logs.read(log, tenant)
     with read.journals(paths, local=True) as (places, window, _):
         result = report.usage(journals_at(places), told, window)
     return report.answer(result, told, verbose=verbose)

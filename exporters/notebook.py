@@ -150,12 +150,12 @@ class Answers(ABC):
             return Shown(*report.answer_of_call(request, found))
         return Shown(*report.answer(found[0], every_entry=every))
 
-    def usage(self, log: Choice, *, verbose: bool = False) -> Shown:
+    def usage(self, log: Choice, *, tenant: str = "", verbose: bool = False) -> Shown:
         """What clients were told, as ``log`` says, beside the ledger, as ``kvledger check usage``."""
         from . import usage_logs
         from .reports import usage
 
-        told = usage_logs.read(Path(log))
+        told = usage_logs.read(Path(log), tenant)
         with self._reading(local=True) as (places, _):
             data = usage.usage(journals_at(places), told, self._window)
         return Shown(*usage.answer(data, told, verbose=verbose))

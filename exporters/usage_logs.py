@@ -22,6 +22,7 @@ class Producer(NamedTuple):
     ``where``: who writes such lines, and what is special in them. ``ids``: of the call, the most exact first.
     ``rest``: the prompt figure leaves out the tokens that were read from the cache and those that were
     written to it. ``marks``: only a line that has one of these is of this kind; none: its figures suffice.
+    ``tenant``: who pays, if the writer has authenticated the client.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Producer(NamedTuple):
     written: Sequence[str] = ()
     rest: bool = False
     marks: Sequence[str] = ()
+    tenant: Sequence[str] = ()
 
 
 _IDS = ("x-request-id", "x_request_id", "request_id", "trace_id")
@@ -48,6 +50,11 @@ PRODUCERS = (
         (f"metadata/usage_object/{_CHAT}", f"response/usage/{_CHAT}"),
         ("completion_tokens",),
         marks=("call_type",),
+        tenant=(
+            "metadata/user_api_key_team_id",
+            "metadata/user_api_key_org_id",
+            "metadata/user_api_key_hash",
+        ),
     ),
     Producer(
         "completions and chat",
@@ -147,14 +154,18 @@ class UsageLog(NamedTuple):
     free: int = 0
 
 
-def read(path: Path) -> UsageLog:
-    """Read a log. Raises LedgerError if it can't be opened; a bad line is one of the others."""
+def read(path: Path, tenant: str = "") -> UsageLog:
+    """Read a log. Raises LedgerError if it can't be opened; a bad line is one of the others.
+
+    ``tenant``: the field of a line that says who pays, ``a/b`` in nested objects; "": that of its kind.
+    """
     told: list[Told] = []
     others, free, first = 0, 0, ""
     for number, line in lines_of(path):
         try:
             record = parsed(line, dict[str, Any])
-            found = list(_told(record, number))
+            payer = _first(record, [tenant]) if tenant else None
+            found = [each._replace(tenant=_id(payer)) if tenant else each for each in _told(record, number)]
             free += bool(found) and record.get("response_cost") == 0
             told += found
             why = "" if found else "has no usage, or no id"
@@ -179,7 +190,8 @@ def _told(record: dict[str, Any], number: int) -> Iterator[Told]:
             if names and (prompt, cached, output) != (None, None, None):
                 if producer.rest and prompt is not None:
                     prompt += (cached or 0) + (written or 0)
-                yield Told(names, prompt, cached, output, number, written)
+                payer = _id(_first(each, producer.tenant))
+                yield Told(names, prompt, cached, output, number, written, payer)
                 break
 
 
@@ -227,6 +239,10 @@ def _first(record: Mapping[str, Any], paths: Sequence[str]) -> object:
         if value not in (None, "", "-"):
             return value
     return None
+
+
+def _id(value: object) -> str:
+    return "" if value is None else shown_id(str(value))
 
 
 def _names(record: Mapping[str, Any], paths: Sequence[str]) -> tuple[str, ...]:

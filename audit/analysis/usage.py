@@ -48,6 +48,7 @@ class Told(NamedTuple):
 
     ``names`` are ids of the call, the most exact first: the response's id, the ``X-Request-Id``, a trace id.
     ``line`` is the line in the log, from 1. ``written``: tokens written to the cache, as the server says.
+    ``tenant``: who pays, as the gateway says that wrote the log; "": not said.
     """
 
     names: tuple[str, ...]
@@ -56,6 +57,7 @@ class Told(NamedTuple):
     output_tokens: int | None
     line: int
     written: int | None = None
+    tenant: str = ""
 
 
 class Reconciled(NamedTuple):
@@ -66,6 +68,11 @@ class Reconciled(NamedTuple):
     causes: tuple[str, ...]
     ledger: CallFigures | None
     requests: tuple[CallRequest, ...]
+
+    @property
+    def group(self) -> str:
+        """The tenant by the labels of the requests, which a client can choose; "": none."""
+        return next((each.tenant for each in self.requests if each.tenant), "")
 
 
 class Usage(NamedTuple):
@@ -166,10 +173,13 @@ def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
 class Difference(NamedTuple):
     """Calls of one tenant that differ in one figure, for one cause, in one direction. Tokens.
 
-    ``tenant``: "" if not known. ``least`` and ``most``: what one call was told beyond the ledger.
+    ``tenant``: who pays, as the log says; "": it does not. ``group``: the tenant by the requests' labels,
+    where the log does not say who pays; a client can choose it. ``least`` and ``most``: what one call was
+    told beyond the ledger.
     """
 
     tenant: str
+    group: str
     figure: str
     cause: str
     sign: str
@@ -189,15 +199,15 @@ FIGURES = {"prompt": "prompt_tokens", "cached": "cached", "output": "output_toke
 
 def differences(usage: Usage) -> list[Difference]:
     """The differences of all calls, most tokens first."""
-    found: dict[tuple[str, str, str, str], list[tuple[int, int]]] = {}
+    found: dict[tuple[str, str, str, str, str], list[tuple[int, int]]] = {}
     for row in usage.calls:
         for cause in row.causes:
             figure = NOT_CACHED.get(cause, cause.removeprefix(f"{UNEXPLAINED} "))
             figure = figure if figure in FIGURES else "cached"
             told, settled = getattr(row.told, FIGURES[figure]), getattr(row.ledger, FIGURES[figure])
             if told is not None:
-                tenant = next((each.tenant for each in row.requests if each.tenant), "")
-                key = tenant, figure, cause, "+" if told > settled else "-"
+                payer = row.told.tenant
+                key = payer, "" if payer else row.group, figure, cause, "+" if told > settled else "-"
                 found.setdefault(key, []).append((told, settled))
     rows = [
         Difference(
@@ -210,7 +220,16 @@ def differences(usage: Usage) -> list[Difference]:
         )
         for key, pairs in found.items()
     ]
-    return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:4]))
+    return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:5]))
+
+
+def shared_groups(usage: Usage) -> dict[str, list[str]]:
+    """The groups by labels whose calls several tenants pay for, with these tenants."""
+    payers: dict[str, set[str]] = {}
+    for row in usage.calls:
+        if row.group and row.told.tenant:
+            payers.setdefault(row.group, set()).add(row.told.tenant)
+    return {group: sorted(found) for group, found in sorted(payers.items()) if len(found) > 1}
 
 
 def _key(call: Sequence[CallRequest]) -> int:

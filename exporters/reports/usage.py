@@ -21,6 +21,7 @@ from ...audit.analysis.usage import (
     Usage,
     differences,
     reconcile,
+    shared_groups,
 )
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
@@ -91,7 +92,13 @@ def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
     left = Words(f"{len(differ) - len(shown)} more; -v prints them.", DIM)
     told = [
         (
-            *(row.tenant or None, _toned(row.cause), row.figure, row.told, row.settled),
+            *(
+                row.tenant or (f"{row.group} ?" if row.group else None),
+                _toned(row.cause),
+                row.figure,
+                row.told,
+                row.settled,
+            ),
             *(signed(row.told - row.settled) or "0", of_a_call(row)),
         )
         for row in differences(result)
@@ -131,6 +138,13 @@ def _sentences(result: Usage, log: UsageLog) -> Iterator[str]:
     repeated = sum(row.verdict == REPEATED for row in result.calls)
     if repeated:
         yield f"{counted(repeated, 'line')} of the log told of a call again; each call counts once."
+    if any(row.group for row in differences(result)):
+        yield (
+            "A tenant with ? is a group of request ids or a cache salt, which a client can choose: the log "
+            "does not say who pays. --tenant names its field that does."
+        )
+    for group, payers in shared_groups(result).items():
+        yield f"Calls of group {group} are paid by {len(payers)} tenants: {', '.join(payers[:3])}."
     if log.free:
         yield f"{counted(log.free, 'call')} cost 0 in the log: the gateway has no price for the model."
     if log.other_lines:
@@ -182,6 +196,7 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
         "calls": {each: counts[each] for each in VERDICTS},
         "causes": dict(Counter(cause for row in result.calls for cause in row.causes)),
         "differences": [row._asdict() for row in differences(result)],
+        "groups_of_several_tenants": shared_groups(result),
         "unlogged": [
             {"call": call[0].part.call, "outcome": _outcome(call), "requests": len(call)}
             for call in result.unlogged

@@ -164,6 +164,20 @@ def test_calls_that_a_gateway_priced_at_0_are_counted(tmp_path: Path) -> None:
     assert 1 == read(lines(tmp_path, call, call | {"response_cost": 0.1})).free
 
 
+def test_who_pays_is_the_team_that_litellm_authenticated_or_a_field_that_is_named(tmp_path: Path) -> None:
+    """``user`` and ``requester_metadata`` are what the client says of itself."""
+    said = {
+        "user_api_key_team_id": "team-1",
+        "user_api_key_hash": "h",
+        "requester_metadata": {"team": "team-2"},
+    }
+    call = {"id": "a", "call_type": "acompletion", "prompt_tokens": 7, "metadata": said, "user": "team-2"}
+    log = lines(tmp_path, call, {"id": "cmpl-a", "usage": USAGE, "user": "team-2"})
+
+    assert ["team-1", ""] == [each.tenant for each in read(log).told]
+    assert ["h", ""] == [each.tenant for each in read(log, "metadata/user_api_key_hash").told]
+
+
 def test_a_server_without_prompt_details_tells_no_cached_figure(tmp_path: Path) -> None:
     bare = {
         "id": "cmpl-a",

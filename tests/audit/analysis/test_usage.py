@@ -170,16 +170,16 @@ def test_differences_are_summed_by_tenant_cause_and_sign() -> None:
         index.add(account(f"cmpl-c{n}-0-0a1b2c3d", 32), tenant=tenant)
 
     assert [
-        ("a", "cached", "unexplained cached", "+", 30, 1440, 960, 16, 16),
-        ("b", "cached", "unexplained cached", "+", 1, 72, 32, 40, 40),
-        ("b", "cached", "unexplained cached", "-", 1, 29, 32, -3, -3),
-        ("", "output", "unexplained output", "+", 1, 7, 5, 2, 2),
+        ("", "a", "cached", "unexplained cached", "+", 30, 1440, 960, 16, 16),
+        ("", "b", "cached", "unexplained cached", "+", 1, 72, 32, 40, 40),
+        ("", "b", "cached", "unexplained cached", "-", 1, 29, 32, -3, -3),
+        ("", "", "output", "unexplained output", "+", 1, 7, 5, 2, 2),
     ] == differences(reconcile(log, index))
 
 
 def test_a_figure_that_nobody_was_told_is_no_difference_and_causes_have_their_figure() -> None:
     def of(log: Told, *accounts: AccountStatement) -> list[tuple[Any, ...]]:
-        return [each[1:7] for each in differences(reconciled([log], *accounts))]
+        return [each[2:8] for each in differences(reconciled([log], *accounts))]
 
     assert [] == of(told("cmpl-a", None), one(64))
     assert [] == of(told("cmpl-a", 9), one(unknown="events are missing"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ HISTORY = "A0+0 s200 o+ F"
 """A prompt of 200 tokens, none of them cached."""
 
 
-def compared(folder: Path, cached: list[int], *words: str) -> int:
-    """The exit code of ``usage`` for a request of tenant ``acme`` for each cached figure that was told."""
+def compared(folder: Path, cached: list[int], *words: str, payers: Sequence[str] = ()) -> int:
+    """The exit code of ``usage`` for a request of group ``acme`` for each cached figure that was told."""
     lines = []
     for number, told in enumerate(cached):
         stream: list[Event] = []
@@ -30,7 +31,8 @@ def compared(folder: Path, cached: list[int], *words: str) -> int:
         journals.write(folder / "journals" / f"engine-{number}", stream)
         details = {"cached_tokens": told}
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}
-        lines.append(json.dumps({"id": f"cmpl-c{number}", "usage": usage}))
+        team = {"team": payers[number]} if payers else {}
+        lines.append(json.dumps({"id": f"cmpl-c{number}", "usage": usage, **team}))
     log = folder / "usage.jsonl"
     log.write_text("\n".join(lines))
     return exit_code("check", "usage", folder / "journals", "--log", log, *words)
@@ -43,23 +45,37 @@ def row(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_a_constant_offset_of_a_tenant_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == compared(tmp_path, [16, 16, 16])
-    assert "acme unexplained cached cached 48 0 +48 +16 in all 3" == row(capsys)
+    assert "acme ? unexplained cached cached 48 0 +48 +16 in all 3" == row(capsys)
 
     exit_code("check", "usage", tmp_path / "journals", "--log", tmp_path / "usage.jsonl", "--format", "json")
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
-    assert ("acme", "+", 48, 0) == tuple(difference[name] for name in ("tenant", "sign", "told", "settled"))
+    told = tuple(difference[name] for name in ("tenant", "group", "sign", "told", "settled"))
+    assert ("", "acme", "+", 48, 0) == told
+
+
+def test_who_pays_is_who_the_gateway_says_and_not_the_group_that_a_client_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both clients call themselves acme in their request ids; one of them is globex."""
+    assert 1 == compared(tmp_path, [16, 32], "--tenant", "team", payers=["acme", "globex"])
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    assert "globex unexplained cached cached 32 0 +32 1 call" in printed
+    assert "acme unexplained cached cached 16 0 +16 1 call" in printed
+    assert "Calls of group acme are paid by 2 tenants: acme, globex." in printed
+    assert not [line for line in printed if "?" in line]
 
 
 def test_differences_of_several_sizes_are_no_constant_offset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 1 == compared(tmp_path, [16, 16, 17])
-    assert "acme unexplained cached cached 49 0 +49 +16 to +17 in 3" == row(capsys)
+    assert "acme ? unexplained cached cached 49 0 +49 +16 to +17 in 3" == row(capsys)
 
 
 def test_one_call_has_no_constant_offset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == compared(tmp_path, [16, 0])
-    assert "acme unexplained cached cached 16 0 +16 1 call" == row(capsys)
+    assert "acme ? unexplained cached cached 16 0 +16 1 call" == row(capsys)
 
 
 def test_equal_calls_have_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
