@@ -226,6 +226,9 @@ MEANINGS: tuple[Meaning, ...] = (
         "trimmed",
         "They are subtracted from the computed count.",
     ),
+    Meaning(
+        "kv events", (0, 9), (0, 20), "without groups", "KV events do not name the KV cache group of a block."
+    ),
 )
 
 

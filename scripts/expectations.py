@@ -1,7 +1,7 @@
 """What the release matrix expects: what the files of ``audit/faults/data`` say of each scenario.
 
-A release has its name in scripts/releases.py. A drift of figures (``metrics/...``) may show in any scenario;
-every other finding only in the scenarios that its fault names.
+A release has its name in scripts/releases.py. A drift may show in any scenario; every other finding only in
+the scenarios that its fault names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from releases import MATRIX
 
+from kvledger.audit.checks.registry import catalogue as invariants
 from kvledger.audit.faults.catalogue import Fault, Scenarios, catalogue
 from kvledger.audit.faults.releases import EXAMINED
 from kvledger.audit.release_semantics import release
 
-DRIFTS = "metrics/"
+DRIFTS = frozenset(row.id for row in invariants().values() if row.severity == "drift")
 IN_VENV = next(name for name, release in MATRIX.items() if not release.wheel)
 """The release of vLLM under a release of LMCache whose name has none."""
 
@@ -79,8 +80,8 @@ EXPECTED = tuple(
     for fault in sorted(catalogue().values(), key=_in_order)
     for scenarios in fault.scenarios
 )
-OF_FIGURES = tuple(each for each in EXPECTED if any(id.startswith(DRIFTS) for id in each.ids))
-COLUMNS = tuple(each for each in EXPECTED if each.scenarios.always and each not in OF_FIGURES)
+OF_DRIFTS = tuple(each for each in EXPECTED if DRIFTS.intersection(each.ids))
+COLUMNS = tuple(each for each in EXPECTED if each.scenarios.always and each not in OF_DRIFTS)
 """A column of the grid each: every scenario shows the fault where a release has it."""
 OTHERS = tuple(each for each in EXPECTED if not each.scenarios.always and each.span)
 """What scenarios may show besides."""
@@ -91,8 +92,8 @@ def _of(scenario: str, name: str) -> Iterator[Expected]:
 
 
 def ids(scenario: str, name: str) -> set[str]:
-    """What the audit may find in a scenario of a release, without the drifts of figures."""
-    return {id for each in _of(scenario, name) for id in each.ids if not id.startswith(DRIFTS)}
+    """What the audit may find in a scenario of a release, without the drifts."""
+    return {id for each in _of(scenario, name) for id in each.ids} - DRIFTS
 
 
 def excused(scenario: str, name: str) -> bool:
@@ -101,13 +102,13 @@ def excused(scenario: str, name: str) -> bool:
 
 
 def drifts(name: str) -> set[str]:
-    """The drifts of figures that a release has."""
+    """The drifts that a release has."""
     return {id for fault in catalogue().values() if has(fault, name) for id in fault.findings}
 
 
 def drifts_due(scenario: str, name: str) -> set[str]:
-    """The drifts of figures that the audit must find in a scenario of a release."""
-    return {id for each in _of(scenario, name) if each in OF_FIGURES for id in each.ids}
+    """The drifts that the audit must find in a scenario of a release."""
+    return {id for each in _of(scenario, name) if each in OF_DRIFTS for id in each.ids}
 
 
 def harmed(scenario: str, name: str) -> Iterator[list[str | int | None]]:

@@ -49,12 +49,12 @@ class Outcome:
     error: str = ""
 
     def findings(self, scenario: str) -> set[str]:
-        """Ids of the findings in a scenario, without the drifts of figures."""
-        return {id for id in self._ids(scenario) if not id.startswith("metrics/")}
+        """Ids of the findings in a scenario, without the drifts."""
+        return self._ids(scenario) - expected.DRIFTS
 
     def drifts(self, scenario: str) -> set[str]:
-        """Ids of the drifts of figures in a scenario."""
-        return {id for id in self._ids(scenario) if id.startswith("metrics/")}
+        """Ids of the drifts in a scenario."""
+        return self._ids(scenario) & expected.DRIFTS
 
     def _ids(self, scenario: str) -> set[str]:
         rows = self.lines.get(scenario, {}).get("findings", [])
@@ -222,7 +222,7 @@ def page(rows: list[list[str]], contents: list[list[str]]) -> str:
             "- *silent*: the same scenarios ran, and the audit found nothing.",
             "- *-*: these scenarios can't run in the release (v0 or v1 only, or a missing feature).",
             "- *clean*: the number of scenarios without any finding. The findings in the other scenarios are",
-            "  listed below by release; there were no others. Drifts of figures are not counted here:",
+            "  listed below by release; there were no others. Drifts are not counted here:",
             "  [reconciliation.md](../reconciliation.md) has them by release.",
             "",
             "A release of LMCache runs with vLLM 0.32.0, or with the release after the slash, in scenarios",

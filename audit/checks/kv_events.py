@@ -10,16 +10,23 @@ from collections.abc import Iterator
 
 from ..ledger.entries import Entry
 from ..ledger.kv_events import (
+    AGAIN,
     CLEARED,
+    ORPHAN,
     REMOVED,
     STORED,
     CopyRemoved,
     NotAnnounced,
-    NotInCache,
     StreamGap,
     TierMissing,
+    Unfounded,
 )
-from .registry import VLLM_48933, VLLM_55092, Witness, invariant
+from .registry import VLLM_45261, VLLM_48933, VLLM_55092, VLLM_58119, Witness, invariant
+
+
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """``1 change`` or ``2 changes``."""
+    return f"{number:,} {what}{ending * (number != 1)}"
 
 
 @invariant(
@@ -42,12 +49,11 @@ def gap(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, StreamGap)
-    number = subject.last - subject.first + 1
     kinds = [change.kind for change in subject.changes]
     yield Witness(
         None,
         subject.story,
-        batches="1 batch" if number == 1 else f"{number:,} batches",
+        batches=counted(subject.last - subject.first + 1, "batch", "es"),
         first=subject.first,
         last=subject.last,
         stores=kinds.count(STORED),
@@ -77,12 +83,11 @@ def not_announced(entry: Entry) -> Iterator[Witness]:
     """
     subject = entry.subject
     assert isinstance(subject, NotAnnounced)
-    number = subject.total
     yield Witness(
         None,
         subject.story,
-        changes="1 change" if number == 1 else f"{number:,} changes",
-        were="was" if number == 1 else "were",
+        changes=counted(subject.total, "change"),
+        were="was" if subject.total == 1 else "were",
         what={STORED: "blocks cached", REMOVED: "blocks evicted", CLEARED: "resets of the cache"}[
             subject.kind
         ],
@@ -93,10 +98,10 @@ def not_announced(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "events/not-in-cache",
-    on=(NotInCache,),
+    on=(Unfounded,),
     message="{number} announced by KV events {have} no change of the prefix cache beside {it}: {what}.",
     near_misses=(
-        "stores of blocks that are cached already, which vLLM's full report mode publishes at hits",
+        "stores of blocks that are cached already, which are events/stored-but-cached",
         "blocks of other tiers, which the engine's own cache does not hold",
         "KV events at the end, whose change the engine's journal does not hold yet",
         "an engine that was observed only after it had cached blocks",
@@ -109,18 +114,70 @@ def not_in_cache(entry: Entry) -> Iterator[Witness]:
     whole at that time, has no such change.
     """
     subject = entry.subject
-    assert isinstance(subject, NotInCache)
-    number = subject.total
-    what = {STORED: "stored blocks", REMOVED: "removed blocks", CLEARED: "all blocks cleared"}[subject.kind]
+    assert isinstance(subject, Unfounded)
+    if subject.kind in (AGAIN, ORPHAN):
+        return
+    one = subject.total == 1
     yield Witness(
         None,
         subject.story,
-        number="1 change" if number == 1 else f"{number:,} changes",
-        have="has" if number == 1 else "have",
-        it="it" if number == 1 else "them",
-        what=what,
+        number=counted(subject.total, "change"),
+        have="has" if one else "have",
+        it="it" if one else "them",
+        what={STORED: "stored blocks", REMOVED: "removed blocks", CLEARED: "all blocks cleared"}[
+            subject.kind
+        ],
         batch=subject.examples[0].sequence,
     )
+
+
+@invariant(
+    "events/parent-not-announced",
+    on=(Unfounded,),
+    message="{stores} announced by KV events {come} after a parent that the stream does not have.",
+    references=(VLLM_58119,),
+    near_misses=(
+        "a parent that was announced in the same KV event or batch",
+        "a parent of which one of two announced copies was removed",
+        "groups with a window or with states, whose blocks below are not cached",
+        "a stream of which batches were lost, up to the next reset of the cache",
+    ),
+)
+def parent_not_announced(entry: Entry) -> Iterator[Witness]:
+    """In a group of full attention, the parent of a stored block was announced before and not removed since.
+
+    Violated when a KV event stores a block after a parent that the stream never announced, or announced as
+    removed. An index that is kept as a tree, or that makes its own hashes of a prefix's tokens, can't place
+    the block: requests that would hit it are sent elsewhere.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Unfounded)
+    if subject.kind == ORPHAN:
+        stores, batch = counted(subject.total, "store"), subject.examples[0].sequence
+        come = "comes" if subject.total == 1 else "come"
+        yield Witness(None, subject.story, stores=stores, come=come, number=subject.total, batch=batch)
+
+
+@invariant(
+    "events/stored-but-cached",
+    on=(Unfounded,),
+    severity="drift",
+    message="KV events announced blocks as stored that were cached already, {stores} at first.",
+    references=(VLLM_45261,),
+    once=True,
+    near_misses=("a second block with the same hash", "a hash that was removed and is stored again"),
+)
+def stored_but_cached(entry: Entry) -> Iterator[Witness]:
+    """A KV event says that a block was stored when it enters the cache.
+
+    A request whose client asks for ``kv_cache_report_mode: full`` has each block that it hits announced once
+    more. A router that counts stores and removals then promises blocks after they are gone; one that drops a
+    hash at its first removal does not. No index can be right for these stores and for copies at once.
+    """
+    subject = entry.subject
+    assert isinstance(subject, Unfounded)
+    if subject.kind == AGAIN:
+        yield Witness(None, subject.story, stores=counted(subject.total, "store"), number=subject.total)
 
 
 @invariant(

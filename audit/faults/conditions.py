@@ -86,6 +86,7 @@ CONDITIONS: dict[str, Condition] = {
     "encoder inputs": Condition("requests have images or other encoder inputs", _encoder),
     "encoder-decoder": Condition("the model is an encoder-decoder, such as Whisper", _encoder),
     "priority": Condition("the scheduling policy is priority", _equals("policy", "priority")),
+    "larger blocks": Condition("blocks of states are larger than the blocks by which prefixes are hashed"),
     "kv events": Condition("KV events are published", lambda settings: "kv_events_port" in settings or None),
     "copies": Condition("requests compute the same tokens at the same time"),
     "connector": Condition("a KV connector is configured", _connector(), "connector"),
@@ -132,6 +133,7 @@ CONDITIONS: dict[str, Condition] = {
     "several clients": Condition("clients with different cache salts or LoRA adapters share the store"),
     "samples": Condition("a request asks for several samples (`n` > 1)"),
     "weights changed in a pause": Condition("weights are updated while the engine is paused"),
+    "full report": Condition("a client asks for `kv_cache_report_mode: full`"),
     "no reading": Condition("requests may not read a cache, as those with `prompt_logprobs`"),
 }
 """Every condition by its word in the files of ``data/``."""

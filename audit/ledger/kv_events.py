@@ -188,6 +188,9 @@ class KVEventCounts(Sums):
 GPU = "GPU"
 """The tier of vLLM's own blocks."""
 
+CHAINED = ("full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of KV cache groups that cache every block of a prefix; below a window or a state are none."""
+
 SLACK_SECONDS = 0.05
 """How far the clocks of one host may differ: a batch has wall time, the journal monotonic time."""
 
@@ -202,6 +205,8 @@ class KVEvent(NamedTuple):
     sequence: int
     since: float = 0.0
     """Unix time at which the batch before was published."""
+    parent: int = 0
+    """The hash id of the block before a stored one; 0: none."""
 
 
 class BatchRow(NamedTuple):
@@ -215,6 +220,8 @@ class BatchRow(NamedTuple):
     ids: list[int]
     contents: list[int]
     details: list[int]
+    spec: str
+    """The kind of the group, and its window; "": not given."""
 
     @property
     def flags(self) -> int:
@@ -228,6 +235,7 @@ def batch_rows(batch: ev.KVEventsReceived) -> Iterator[BatchRow]:
     while place < len(rows):
         kind, group, tier, tokens, parent, count = rows[place : place + ev.KV_HEAD]
         place += ev.KV_HEAD + count
+        of_store = list(islice(details, ev.KV_DETAILS)) if kind == STORED else []
         yield BatchRow(
             kind,
             group,
@@ -236,7 +244,8 @@ def batch_rows(batch: ev.KVEventsReceived) -> Iterator[BatchRow]:
             parent,
             rows[place - count : place],
             list(islice(known, count)) if kind == STORED else [],
-            list(islice(details, ev.KV_DETAILS)) if kind == STORED else [],
+            of_store,
+            batch.kinds[of_store[0]] if of_store and of_store[0] >= 0 else "",
         )
 
 
@@ -246,8 +255,10 @@ def kv_events(batch: ev.KVEventsReceived, since: float = 0.0) -> Iterator[tuple[
     ``since``: Unix time at which the batch before was published.
     """
     for row in batch_rows(batch):
+        parent = row.parent
         for hash_id in row.ids if row.kind != CLEARED else (0,):
-            yield KVEvent(row.kind, hash_id, batch.published_seconds, batch.sequence, since), row.tier
+            yield KVEvent(row.kind, hash_id, batch.published_seconds, batch.sequence, since, parent), row.tier
+            parent = hash_id
 
 
 def of_group(batch: ev.KVEventsReceived, group: int) -> ev.KVEventsReceived:
@@ -371,8 +382,13 @@ class NotAnnounced(msgspec.Struct):
         return lines_of(self.examples, self.total)
 
 
-class NotInCache(msgspec.Struct):
-    """KV events say that hashes were stored or removed, and the cache has no such change."""
+AGAIN, ORPHAN = -1, -2
+"""Besides the kinds of KV events: stores of blocks that were cached already, and stores after a parent that
+the stream has not announced, or has announced as removed."""
+
+
+class Unfounded(msgspec.Struct):
+    """KV events that say something else than what happened. ``kind``: of the KV events, AGAIN or ORPHAN."""
 
     kind: int
     began: float
@@ -398,7 +414,11 @@ class NotInCache(msgspec.Struct):
     @property
     def story(self) -> list[str]:
         """The first KV events, in lines of text."""
-        return [_event_line(event, self.began) for event in self.examples]
+        after = self.kind == ORPHAN
+        return [
+            _event_line(event, self.began) + f" after {hash_text(event.parent)}" * after
+            for event in self.examples
+        ]
 
 
 class CopyRemoved(msgspec.Struct):
@@ -429,7 +449,7 @@ class TierMissing(msgspec.Struct):
         return [f"{tier or 'no tier'}: {count:,} stores and removals" for tier, count in self.by_tier.items()]
 
 
-StreamSubject = StreamGap | NotAnnounced | NotInCache | CopyRemoved | TierMissing
+StreamSubject = StreamGap | NotAnnounced | Unfounded | CopyRemoved | TierMissing
 
 
 def _event_line(event: KVEvent, began: float) -> str:
@@ -471,6 +491,9 @@ NEAR_SECONDS = 2.0
 MOST = 1 << 16
 """Changes and KV events without a counterpart that are kept of one engine."""
 
+MOST_ANNOUNCED = 1 << 20
+"""Blocks of the stream that are followed; a stream that says of more that they are cached is not judged."""
+
 MOST_OF_HASH = 1 << 10
 """Changes and KV events of one hash id that are aligned at once."""
 
@@ -511,8 +534,12 @@ class KVComparison(msgspec.Struct, dict=True, eq=False):
     """The gaps that are not reported yet, and the last of the others."""
     silent: dict[int, NotAnnounced] = {}
     """Changes that no KV event announced and that are not reported yet, by kind."""
-    unfounded: dict[int, NotInCache] = {}
-    """KV events without a change that are not reported yet, by kind."""
+    unfounded: dict[int, Unfounded] = {}
+    """KV events that say something else than what happened and are not reported yet, by kind."""
+    announced: dict[int, int] = {}
+    """How many more stores than removals of each hash id were announced."""
+    incomplete: bool = False
+    """Whether a part of the stream since the last reset is missing: what it announced is not known."""
     copies: list[Change] = []
     """Announced removals of one of several blocks with a hash that are not reported yet."""
     steps: list[tuple[int, int]] = []
@@ -609,7 +636,7 @@ class KVComparison(msgspec.Struct, dict=True, eq=False):
             self.gaps = [*open_gaps, *self.gaps[-MOST_GAPS:], gap]
             counts.gaps += 1
             counts.lost_batches += first - self.next
-        self.next = first
+        self.next, self.incomplete = first, True
 
     def _take(self, batch: ev.KVEventsReceived, counts: KVEventCounts) -> None:
         for event, tier in kv_events(batch, self.published):
@@ -621,6 +648,27 @@ class KVComparison(msgspec.Struct, dict=True, eq=False):
             self.theirs.setdefault(event.hash_id, []).append(event)
             self.kept += 1
             self._pair(event.hash_id, counts)
+        self.incomplete = self.incomplete or batch.unreadable > 0
+        for row in batch_rows(batch):
+            self._follow(row, batch)
+
+    def _follow(self, row: BatchRow, batch: ev.KVEventsReceived) -> None:
+        """Follow what the stream says is cached: a block of full attention is stored after its parent."""
+        if row.kind == CLEARED:
+            self.announced, self.incomplete = {}, False
+        if row.tier not in ("", GPU) or self.incomplete:
+            return
+        chained = row.kind == STORED and row.spec.partition(" ")[0] in CHAINED
+        if chained and row.parent and row.parent not in self.announced:
+            event = KVEvent(STORED, row.ids[0], batch.published_seconds, batch.sequence, 0.0, row.parent)
+            self._contradict(ORPHAN, [event])
+        for hash_id in row.ids:
+            number = self.announced.get(hash_id, 0) + (1 if row.kind == STORED else -1)
+            self.announced[hash_id] = number
+            if number <= 0:
+                del self.announced[hash_id]
+        if len(self.announced) > MOST_ANNOUNCED:
+            self.announced, self.incomplete = {}, True
 
     # --- pairs ------------------------------------------------------------------------------------------
 
@@ -761,15 +809,18 @@ class KVComparison(msgspec.Struct, dict=True, eq=False):
             hashes = len(changes) if kind != CLEARED else sum(map(self._clear, changes))
             self.silent.setdefault(kind, NotAnnounced(kind)).add(changes, hashes)
         for kind, events in unfounded.items():
-            wrong = self.unfounded.setdefault(kind, NotInCache(kind, self.began))
-            wrong.add(events)
-            wrong.step = wrong.step if wrong.step >= 0 else self._step(wrong.at)
+            self._contradict(kind, events)
         while self.resets and self._seconds(self.resets[0][0]) < changes_to - SLACK_SECONDS:
             for hash_id in self.resets.pop(0)[1]:
                 self._count(hash_id, -1)
         for gap in self.gaps:
             if not gap.complete and (ended or gap.after + SLACK_SECONDS < changes_to):
                 gap.complete, gap.step = True, self._step(self._at(gap.after))
+
+    def _contradict(self, kind: int, events: list[KVEvent]) -> None:
+        wrong = self.unfounded.setdefault(kind, Unfounded(kind, self.began))
+        wrong.add(events)
+        wrong.step = wrong.step if wrong.step >= 0 else self._step(wrong.at)
 
     def _seconds(self, at: int) -> float:
         return self.began + at / 1e6
@@ -820,6 +871,7 @@ class KVComparison(msgspec.Struct, dict=True, eq=False):
         """``changes``: those of the same hash id that come after it in the pairing."""
         if event.kind == STORED and self._cached(event, changes):
             counts.repeated += 1
+            unfounded.setdefault(AGAIN, []).append(event)
         elif event.seconds < self.began or not self.cache.whole:
             counts.before += 1
         elif event.seconds <= self.doubtful:

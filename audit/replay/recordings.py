@@ -15,6 +15,7 @@ from ..events import EngineStarted
 from ..journal.catalogue import ENGINE, KV_EVENTS, Catalogue
 from ..journal.format import is_live
 from ..journal.listing import facts
+from ..release_semantics import meanings
 from .windows import last_start
 
 AFTER_END_SECONDS = 5.0
@@ -89,4 +90,11 @@ def incomparable(engine: EngineStarted) -> str:
         return "the KV events can't be compared: the journal names no port of this engine for them"
     if "hash_key" not in engine.configuration:
         return "the KV events can't be compared: the engine ran without KVLEDGER_EVENTS_KEY"
+    groups = engine.configuration.get("groups")
+    if (
+        isinstance(groups, int)
+        and groups > 1
+        and "kv events" in meanings(engine.version, engine=engine.engine)
+    ):
+        return "the KV events can't be compared: those of this release do not name the group of a block"
     return ""

@@ -44,6 +44,7 @@ def _drops_session_hashes() -> bool:
 
 
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
+_POOL = "v1.core.block_pool:BlockPool"
 
 CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "dropped output": (
@@ -65,6 +66,14 @@ CAPABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "session hashes": (
         "a session keeps the hash of a block whose token its next chunk replaces",
         _drops_session_hashes,
+    ),
+    "partial entries": (
+        "a prompt that ends within a block leaves no entry for its part",
+        lambda: hasattr(_class(_POOL), "cache_partial_block"),
+    ),
+    "full report": (
+        "hits are not announced",
+        lambda: hasattr(_class(_POOL), "emit_cached_block_events"),
     ),
     "replayed window": (
         "no bounded replay of sliding windows",

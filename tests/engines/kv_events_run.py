@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.content_run import engine, generate, prompts
-
-KEY = "a key of the tests, no secret"
+from tests.scenarios.kv_stream import KEY
 
 
 class Losing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,28 +14,28 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.kv_events_run import KEY
 from tests.engines.observed import observe
 from tests.engines.own_process import python
 from tests.exporters.sidecar.test_follower import following
 from tests.exporters.sidecar.test_live_routing import counts, same
 from tests.scenarios.corpus import SCENARIOS
+from tests.scenarios.kv_stream import KEY, Publisher, compare
 
-from kvledger.audit.analysis.routed_cache import RoutedCache
 from kvledger.audit.analysis.routing import EVENT_LOST, EVICTED, STORED_SINCE
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.kv_events import (
+    AGAIN,
     CLEARED,
+    ORPHAN,
     REMOVED,
     STORED,
     CopyRemoved,
     Found,
-    KVComparison,
     KVEventCounts,
+    Unfounded,
     kv_events,
 )
 from kvledger.audit.replay.find import journals_at
@@ -51,24 +50,6 @@ PUBLISHING = [
 ]
 
 
-class Publisher:
-    """Stands in for vLLM's publisher: encodes each batch as vLLM does and keeps it."""
-
-    def __init__(self) -> None:
-        self._endpoint = "tcp://*:5557"
-        self.messages: list[Received] = []
-
-    def publish(self, batch: Any) -> None:
-        """Keep one batch."""
-        self.messages.append(Received(len(self.messages), msgspec.msgpack.encode(batch), False))
-
-    def get_publisher_config(self) -> None:
-        """Nothing is configured."""
-
-    def shutdown(self) -> None:
-        """Nothing to close."""
-
-
 class Compared(NamedTuple):
     """What the comparison of a scenario found, and the stream."""
 
@@ -77,49 +58,46 @@ class Compared(NamedTuple):
     stream: list[KVEventsReceived]
 
     @property
-    def others(self) -> list[Found]:
-        """What was found beside removals of copies."""
-        return [each for each in self.found if not isinstance(each[0], CopyRemoved)]
+    def others(self) -> list[tuple[int, int]]:
+        """What was found beside removals of copies: its kind, and how many KV events it is about."""
+        others = [each for each, _, _ in self.found if not isinstance(each, CopyRemoved)]
+        return [(each.kind, each.total) for each in others if isinstance(each, Unfounded)] or others
+
+
+FAULTS = {
+    "hits_reported_full": [(AGAIN, 6)],
+    "hits_reported_window": [(AGAIN, 9), (STORED, 3)],
+    "prompt_ends_within_a_block": [(ORPHAN, 2)],
+}
+"""Scenarios in which every release that can run them publishes wrong KV events."""
 
 
 def driven(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Event], EngineStarted, list[KVEventsReceived]]:
     """Drive a scenario with KV events enabled: the events of the engine, its start, and the stream."""
-    from vllm.distributed.kv_events import KVEventBatch
-
     monkeypatch.setenv("KVLEDGER_EVENTS_KEY", KEY)
-    publisher, schedulers = Publisher(), []
-    scenario = SCENARIOS[name]
+    publishers = list[Publisher]()
 
-    def drive(attach: Any, **setup: Any) -> Any:
-        def publishing(scheduler: Any) -> None:
-            manager = scheduler.kv_cache_manager
-            manager.enable_kv_cache_events = manager.block_pool.enable_kv_cache_events = True
-            scheduler.kv_event_publisher = publisher
-            schedulers.append(scheduler)
-            attach(scheduler)
-
-        return scenario(publishing, **setup)
+    def drive(attach: Any) -> None:
+        SCENARIOS[name](lambda scheduler: (publishers.append(Publisher(scheduler)), attach(scheduler)))
 
     _, events = observe(drive, "blocks")
-    assert 1 == len(schedulers)
-    if rest := schedulers[0].kv_cache_manager.take_events():
-        publisher.publish(KVEventBatch(ts=time.time(), events=rest))
+    (publisher,) = publishers
     started = next(event for event in events if isinstance(event, EngineStarted))
-    key = HashKey(KEY)
-    assert (key.print, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
-    stream = [decoded(message, 0, 0, key) for message in publisher.messages]
+    key = HashKey(KEY).print
+    assert (key, 5557) == tuple(started.configuration[name] for name in ("hash_key", "kv_events_port"))
+    stream = publisher.stream()
     assert not sum(batch.unreadable for batch in stream)
     return events, started, stream
 
 
 def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> Compared:
     """Drive a scenario with KV events enabled, and compare them with the blocks."""
-    events, started, stream = driven(name, monkeypatch)
-    found, counts = compare(events, started, stream, step_by_step=True)
+    events, _, stream = driven(name, monkeypatch)
+    found, counts = compare(events, stream, step_by_step=True)
     assert (0, 0) == (counts.gaps, counts.lost_batches)
-    whole = Compared(*compare(events, started, stream), stream)
+    whole = Compared(*compare(events, stream), stream)
     assert sorted(found, key=repr) == sorted(whole.found, key=repr)
     return whole
 
@@ -137,36 +115,13 @@ def copies_removed(stream: Sequence[KVEventsReceived]) -> int:
     return copies
 
 
-def compare(
-    events: Sequence[Event],
-    started: EngineStarted,
-    stream: Sequence[KVEventsReceived],
-    *,
-    step_by_step: bool = False,
-) -> tuple[list[Found], KVEventCounts]:
-    """What the comparison finds in one pass, or after each event with what was published by then."""
-    comparison, counts, rest = KVComparison(), KVEventCounts(), list(stream)
-    comparison.cache = RoutedCache()
-    comparison.began, contents = started.began_seconds, Contents()
-    for event in events:
-        comparison.cache.feed(event, contents.read(event))
-        now = comparison.began + event.at / 1e6
-        while step_by_step and rest and rest[0].published_seconds <= now:
-            comparison.receive(rest.pop(0), now, counts)
-        if step_by_step:
-            comparison.advance(now, now, counts)
-    for batch in rest:
-        comparison.receive(batch, now, counts)
-    comparison.advance(now, now, counts, ended=True)
-    return list(comparison.differences()), counts
-
-
 @pytest.mark.parametrize("name", PUBLISHING)
 def test_kv_events_of_a_scenario_equal_its_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = compared(name, monkeypatch)
 
-    assert [] == whole.others
-    assert copies_removed(whole.stream) == len(whole.found)
+    assert FAULTS.get(name, []) == whole.others
+    if name not in FAULTS:
+        assert copies_removed(whole.stream) == len(whole.found)
     assert (0, 0) == (whole.counts.in_flight, whole.counts.before)
 
 

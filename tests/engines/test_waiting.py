@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from tests.engines.observed import audited, observe
 from tests.scenarios.driving import Driver, start
-from tests.scenarios.matrix import observed
 
 from kvledger.audit.causes import FIRST_TOKEN, QUEUE, QUEUED
-from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.engines.v1_until_0_26 import Lives020
 from kvledger.audit.events import LeftWaiting
@@ -204,10 +202,8 @@ STEPS = 2 * IDLE_CALLS + 100
 
 
 def found(drive: Callable[[Driver], None], **setup: Any) -> list[Violation]:
-    auditor = Auditor(debug=True)
-    with observed(auditor) as attach:
-        drive(start(attach, **setup))
-    return [violation for violation in auditor.violations if violation.severity == "violation"]
+    _, events = observe(lambda attach: drive(start(attach, **setup)), "")
+    return [violation for violation in audited(events).violations if violation.severity == "violation"]
 
 
 def steps(driver: Driver, count: int = STEPS, **transfers: Any) -> None:

@@ -2,18 +2,25 @@
 
 Prints one JSON line per scenario and no other line: the findings, the verdict and its doubts, the settled
 split of each prompt (local, external, computed and unattained tokens), the accounts that do not balance and
-the accounts that are still open. ``left_out`` has the reasons why a scenario can't run on this host, and
-``raised`` the exception that ended it. Arguments name the scenarios to run; without arguments all run.
+the accounts that are still open. The engine publishes KV events, which are compared with its blocks.
+``left_out`` has the reasons why a scenario can't run on this host, and ``raised`` the exception that ended
+it. Arguments name the scenarios to run; without arguments all run.
 """
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from tests.scenarios.kv_stream import KEY, Publisher, compare
+
 from kvledger.audit.checks.auditor import Auditor
+from kvledger.audit.engines import blocks_out_of_reach
+from kvledger.audit.hash_key import VARIABLE
 from kvledger.audit.ledger.account import AccountStatement, Settlement
+from kvledger.audit.ledger.entries import Entry
 from kvledger.audit.traffic.observation import Observation
 
 
@@ -33,12 +40,23 @@ def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
     if lacking:
         return {"left_out": lacking}
     auditor = Auditor(keep_closed=True, debug=True)
-    error = ""
-    with observed(auditor) as attach:
-        try:
-            scenario(attach)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+    os.environ[VARIABLE] = KEY
+    observation, publishers, error = Observation(""), list[Publisher](), ""
+
+    def attach(scheduler: Any) -> None:
+        if not blocks_out_of_reach(scheduler):
+            publishers.append(Publisher(scheduler))
+        observation(scheduler)
+
+    try:
+        scenario(attach)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    events = observation.stop("detached")
+    auditor.feed_all(events)
+    if len(publishers) == 1:
+        for subject, step, at in compare(events, publishers[0].stream())[0]:
+            auditor.check([Entry(0, step, at, subject, None)])
     accounts = list(auditor.ledger.accounts())
     result: dict[str, Any] = {
         "findings": [[found.id, found.request, found.tokens] for found in auditor.violations],
@@ -53,16 +71,6 @@ def outcome(scenario: Callable[..., Any]) -> dict[str, Any]:
 
 def _sources(settled: Settlement) -> list[int]:
     return [settled.local, settled.external, settled.computed, settled.unattained]
-
-
-@contextlib.contextmanager
-def observed(auditor: Auditor) -> Iterator[Callable[[Any], None]]:
-    """Feed the events of every scheduler attached within the block to ``auditor`` when the block ends."""
-    observation = Observation("")
-    try:
-        yield observation
-    finally:
-        auditor.feed_all(observation.stop("detached"))
 
 
 def balances(account: AccountStatement) -> bool:

@@ -177,6 +177,33 @@ def session_token_replaced(attach: Attach = id, **setup: Any) -> Driver:
     return driver
 
 
+@workload("partial entries")
+def prompt_ends_within_a_block(attach: Attach = id, **setup: Any) -> Driver:
+    """A prompt ends within a block of 64 tokens, its output fills the block, and a prompt goes on there."""
+    driver = start(attach, groups=("full", "mamba"), group_tokens=(64, 64), blocks=128, **setup)
+    driver.add("first", 120, 20)
+    driver.run()
+    driver.add("second", 150, 4, shares=("first", 112))
+    driver.run()
+    return driver
+
+
+@workload("full report", full={}, window={"groups": HYBRID, "sliding_window": 32})
+def hits_reported(attach: Attach = id, **setup: Any) -> Driver:
+    """A client asks that the blocks that its request hits are announced as KV events, too.
+
+    With a window, `other` takes blocks of `first` that lie below its window.
+    """
+    driver = start(attach, blocks=22, **setup)
+    driver.add("first", 100, 4)
+    driver.run()
+    driver.add("other", 90, 1)
+    driver.run()
+    driver.add("second", 120, 4, shares=("first", 96)).kv_cache_report_mode = "full"
+    driver.run()
+    return driver
+
+
 @workload(**BOTH)
 def session_of_states(attach: Attach = id, **setup: Any) -> Driver:
     """A turn of a model with states stops by a token, and a step may be in flight then."""

@@ -42,14 +42,17 @@ def reset(step: int) -> list[Event]:
     return [PoolReset(at(step), step, 0, True)]
 
 
-def batch(sequence: int, step: float, *said: tuple[int, int], tier: str = "GPU") -> KVEventsReceived:
-    """A batch that the engine published half a second after a step began."""
-    rows = []
-    for kind, hash_id in said:
+def batch(
+    sequence: int, step: float, *said: tuple[int, ...], tier: str = "GPU", spec: str = "full_attention"
+) -> KVEventsReceived:
+    """A batch published half a second after a step began; of each KV event kind, hash id and parent."""
+    rows, details = [], []
+    for kind, hash_id, *parent in said:
         ids = [hash_id] if hash_id else []
-        rows += [kind, 0, 0 if tier else -1, 16, 0, len(ids), *ids]
+        rows += [kind, 0, 0 if tier else -1, 16, *(parent or [0]), len(ids), *ids]
+        details += [0, 0, 0] if kind == STORED else []
     tiers = [tier] if tier else []
-    return KVEventsReceived(0, 0, sequence, BEGAN + step + 0.5, 0, tiers, rows)
+    return KVEventsReceived(0, 0, sequence, BEGAN + step + 0.5, 0, tiers, rows, details=details, kinds=[spec])
 
 
 CACHE: list[list[Event]] = [
@@ -77,8 +80,8 @@ def without(*sequences: int) -> list[KVEventsReceived]:
     return [each for each in STREAM if each.sequence not in sequences]
 
 
-def saying(sequence: int, *said: tuple[int, int], tier: str = "GPU") -> list[KVEventsReceived]:
+def saying(sequence: int, *said: tuple[int, ...], **more: str) -> list[KVEventsReceived]:
     """The stream with other KV events in one batch."""
     step = STREAM[sequence].published_seconds - BEGAN - 0.5
-    changed = batch(sequence, step, *said, tier=tier)
+    changed = batch(sequence, step, *said, **more)
     return [changed if each.sequence == sequence else each for each in STREAM]

@@ -153,12 +153,64 @@ def test_an_event_without_a_change_of_the_cache(said: tuple[tuple[int, int], ...
     assert ("events/not-in-cache", what, 3) == (finding.id, finding.figures["what"], finding.figures["batch"])
 
 
+@violates("events/stored-but-cached")
 @near_miss("events/not-in-cache")
 def test_a_store_of_a_cached_block_is_a_repeated_report() -> None:
     stream = saying(3, (STORED, 60), (STORED, 70))
+    (drift,) = found(stream)
 
-    assert [] == found(stream)
+    assert ("events/stored-but-cached", "drift", 1) == (drift.id, drift.severity, drift.figures["number"])
     assert 1 == counted(stream).repeated
+
+
+@near_miss("events/stored-but-cached")
+def test_a_hash_that_was_removed_is_stored_again() -> None:
+    assert [] == found(STREAM)
+
+
+@violates("events/parent-not-announced")
+@pytest.mark.parametrize("parent", [99, 50], ids=["never announced", "removed"])
+def test_a_store_after_a_parent_that_the_stream_does_not_have(parent: int) -> None:
+    (finding,) = found(saying(3, (STORED, 70, parent)))
+
+    assert ("events/parent-not-announced", 1, 3) == (
+        finding.id, finding.figures["number"], finding.figures["batch"]
+    )  # fmt: skip
+    assert f"stored h46 after h{parent:x}" in finding.story[0]
+
+
+@near_miss("events/parent-not-announced")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        saying(3, (STORED, 70, 60)),
+        saying(4, (STORED, 50), (STORED, 50, 50))[:5],
+        saying(3, (STORED, 70, 99), spec="sliding_window 64"),
+        saying(3, (STORED, 70, 99), spec=""),
+        [*STREAM[:1], *saying(3, (STORED, 70, 60))[2:]],
+        saying(3, (STORED, 70, 99))[2:],
+    ],
+    ids=[
+        "announced",
+        "in this batch",
+        "of a window",
+        "of an unknown kind",
+        "in a lost batch",
+        "before the recording",
+    ],
+)
+def test_a_store_whose_parent_may_be_in_the_index(stream: list[KVEventsReceived]) -> None:
+    assert "events/parent-not-announced" not in {each.id for each in found(stream)}
+
+
+@violates("events/parent-not-announced")
+def test_a_parent_is_judged_again_after_a_reset_that_follows_lost_batches() -> None:
+    cache = [*CACHE[:4], reset(70), cached(80, 7, 50), CACHE[5]]
+    stream = [STREAM[0], *STREAM[2:4], batch(4, 80, (CLEARED, 0), (STORED, 50, 70)), STREAM[5]]
+
+    assert ["events/gap", "events/parent-not-announced"] == sorted(
+        each.id for each in found(stream, cache=cache)
+    )
 
 
 @near_miss("events/not-in-cache")
