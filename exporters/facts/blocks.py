@@ -100,7 +100,7 @@ def layout() -> str:
 class BlockRows:
     """Makes the rows of one journal, batch by batch, for a ``sink``.
 
-    ``turns``: make those of turns, too. ``operations``: and those of the block trace. ``minutes``: a row of
+    ``operations``: make those of the block trace, too. ``minutes``: a row of
     ``block_use`` for each minute, when it is over; else there are at most :data:`MOST` rows at the end.
     """
 
@@ -111,7 +111,6 @@ class BlockRows:
         sink: Callable[[str, Sequence[Row]], None],
         *,
         operations: bool,
-        turns: bool,
         minutes: bool = False,
         state: BlockState | None = None,
     ) -> None:
@@ -123,8 +122,6 @@ class BlockRows:
         self._sink = sink
         self._operations = operations
         """Whether the rows of the block trace are made."""
-        self._turns = turns
-        """Whether those of turns are made."""
         self._minutes = minutes
         """Whether each minute is a row."""
         self._width = MINUTE_TICKS if minutes or state is not None else 1
@@ -140,8 +137,7 @@ class BlockRows:
         read = self._audit.contents.read
         for event in events:
             changes = read(event)
-            if self._turns:
-                reader.feed(event, changes)
+            reader.feed(event, changes)
             if type(event) in CONTENT_EVENTS:
                 wall = began + event.at / 1e6
                 place = int(wall * TICKS) // self._width if window.holds(wall) else -1
@@ -149,8 +145,7 @@ class BlockRows:
                     self._close()
                     self.state.place = int(wall * TICKS) // self._width if place >= 0 else -1
                 self.state.states.feed(event, changes)
-        if self._turns:
-            self._trace_rows()
+        self._trace_rows()
 
     def end(self) -> None:
         """Add the rows of requests that are open, and of the last bucket."""

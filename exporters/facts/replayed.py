@@ -55,8 +55,8 @@ class Wanted(msgspec.Struct, frozen=True):
     """What a command needs of each journal beside the rows of its requests.
 
     Without anything: the rows of requests and causes. ``checks``: verdicts, and the rows of all tables.
-    ``audit``: the whole audit too. ``activity``: the rows of ``activity`` and ``block_use``. ``turns``,
-    with ``activity`` alone: those of ``turns``. ``blocks``: these, ``admissions`` and ``block_operations``.
+    ``audit``: the whole audit too. ``activity``: the rows of ``activity``. ``turns``: those of ``turns`` and
+    ``block_use``. ``blocks``: these, ``admissions`` and ``block_operations``.
     """
 
     checks: bool = False
@@ -127,13 +127,12 @@ class RowCollector:
         self._audit = audit
         self.blocks: BlockRows | None = None
         """Makes the rows about blocks; None: not wanted."""
-        if wanted.activity:
+        if wanted.turns or wanted.blocks:
             self.blocks = BlockRows(
                 audit,
                 self.journal,
                 self._put,
                 operations=wanted.blocks,
-                turns=wanted.blocks or wanted.turns,
                 minutes=minutes,
                 state=blocks,
             )

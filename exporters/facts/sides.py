@@ -13,6 +13,7 @@ from ...audit import text
 from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
 from ...audit.figures.labels import BY_NAME, GROUPED
+from ...audit.figures.sums import added
 from ...audit.replay.engine_audit import EngineAudit, counted
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.observers import Steps
@@ -31,7 +32,7 @@ Figures = Mapping[str, int]
 
 UNLABELLED = tuple(label.none for label in GROUPED if label.none)
 
-TENANT, ADAPTER, PRIORITY, JOURNAL = "tenant", "adapter", "priority", "journal"
+TENANT, ADAPTER, PRIORITY, JOURNAL, OUTCOME = "tenant", "adapter", "priority", "journal", "outcome"
 
 
 class Side(msgspec.Struct, kw_only=True):
@@ -120,7 +121,7 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 def sides_at(paths: Sequence[Path], windows: Sequence[Window], run: Run) -> list[Side]:
     """The sides of the requests at ``paths`` that ended in each window. Raises LedgerError.
 
-    Each journal is replayed once for all of them.
+    Each journal is replayed once for all of them, and all groups are sums of one query.
     """
     wanted = Wanted(audit=True, activity=True)
     with facts_of_windows(paths, windows, run=run, wanted=wanted) as found:
@@ -130,15 +131,19 @@ def sides_at(paths: Sequence[Path], windows: Sequence[Window], run: Run) -> list
 
 
 def _side(found: Facts, window: Window) -> Side:
-    groups = by_group(found, ())
+    columns = _columns(found)
+    groups = by_group(found, list(columns.values()))
     everything = groups[()]
-    served = {name for group in by_group(found, [as_text("journal")]) for name in group}
+    by_one = {name: _by(groups, place) for place, name in enumerate(columns)}
+    outcomes, served = by_one.pop(OUTCOME), by_one[JOURNAL]
     audits = list(zip(found.audits, found.engines, strict=True))
     died = {engine.journal: text for audit, engine in audits if (text := _died(audit, window))}
     started = {engine.journal for audit, engine in audits if _started(audit, window)}
     here = {*served, *started, *died}
-    engines = [audit for audit, engine in audits if engine.journal in here]
-    engines = engines or [audit for audit, _ in audits if _ran(audit, window)]
+    audits = [pair for pair in audits if pair[1].journal in here] or [
+        pair for pair in audits if _ran(pair[0], window)
+    ]
+    engines = [audit for audit, _ in audits]
     steps = [audit.of(Steps) for audit in engines]
     seconds, resets, first_token_p95 = _times(found)
     audit = Audit(engines)
@@ -147,11 +152,11 @@ def _side(found: Facts, window: Window) -> Side:
         seconds=seconds,
         figures=everything.figures,
         voided=dict(everything.totals.voided),
-        missed=misses_by_group(found, groups, (), "")[()].tokens,
+        missed=misses_by_group(found, {(): everything}, (), "")[()].tokens,
         sampled=sampled_misses(found),
-        labels=_labels(found),
-        by_engine=_by_engine(found),
-        outcomes=_requests(by_group(found, [KEYS["outcome"]])),
+        labels=by_one,
+        by_engine=_by_engine(groups, list(columns)),
+        outcomes={outcome: figures["requests"] for outcome, figures in outcomes.items()},
         first_token_p95=first_token_p95,
         findings=Counter({row.id: row.findings for row in audit.found}),
         started=frozenset(started if window.since is not None else ()),
@@ -160,7 +165,7 @@ def _side(found: Facts, window: Window) -> Side:
         resets=resets,
         work=sum((each.sums.work for each in steps), Work()),
         busy_us=sum(each.sums.busy_us for each in steps),
-        models=[model for model in (each.model for each in steps) if not model.refused],
+        models=[engine.model for _, engine in audits if not engine.model.refused],
         levels=sorted({audit.engine.level for audit in engines if audit.engine}),
     )
 
@@ -218,20 +223,30 @@ def _tenant(facts: Facts) -> str:
     return f"coalesce({columns}, '{BY_NAME['group'].none}')"
 
 
-def _labels(facts: Facts) -> dict[str, dict[str, Figures]]:
-    columns = {TENANT: _tenant(facts), ADAPTER: KEYS["lora"], JOURNAL: as_text("journal")}
-    if not facts.gone:
-        columns[PRIORITY] = KEYS["priority"]
-    return {
-        label: {group[0]: sums.figures for group, sums in by_group(facts, [column]).items() if group}
-        for label, column in columns.items()
+def _columns(facts: Facts) -> dict[str, str]:
+    """The expressions by which all requests are grouped, by the name of what each gives."""
+    columns = {
+        TENANT: _tenant(facts),
+        ADAPTER: KEYS["lora"],
+        JOURNAL: as_text("journal"),
+        OUTCOME: KEYS["outcome"],
     }
+    return columns if facts.gone else columns | {PRIORITY: KEYS["priority"]}
 
 
-def _by_engine(facts: Facts) -> dict[tuple[str, str], Figures]:
-    found = by_group(facts, [_tenant(facts), as_text("journal")])
-    return {(group[0], group[1]): sums.figures for group, sums in found.items() if group}
+def _by(groups: Mapping[Group, GroupSums], place: int) -> dict[str, Figures]:
+    """The figures by one column of the groups."""
+    found: dict[str, dict[str, int]] = {}
+    for group, sums in groups.items():
+        if group:
+            added(found.setdefault(group[place], {}), sums.figures)
+    return dict(found)
 
 
-def _requests(groups: Mapping[Group, GroupSums]) -> dict[str, int]:
-    return {group[0]: sums.figures["requests"] for group, sums in groups.items() if group}
+def _by_engine(groups: Mapping[Group, GroupSums], names: Sequence[str]) -> dict[tuple[str, str], Figures]:
+    tenant, journal = names.index(TENANT), names.index(JOURNAL)
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for group, sums in groups.items():
+        if group:
+            added(found.setdefault((group[tenant], group[journal]), {}), sums.figures)
+    return dict(found)

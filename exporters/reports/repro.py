@@ -31,7 +31,7 @@ from ..repro.pytest_file import render as file_text
 from ..terminal import console, progress, rendered, share_progress, show
 
 EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3, "not run": 4}
-OVER = 1.1
+OVER = 1.05
 """How much of its budget the command may take, with the run of the test that it wrote."""
 TIME_OVER = "was not run to its end: the time was over. Give more with --budget."
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
