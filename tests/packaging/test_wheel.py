@@ -1,11 +1,13 @@
 """What a wheel contains: the folders and files of the package, every file in them, and nothing else."""
 
+import ast
 import configparser
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -139,26 +141,49 @@ def attached(llm: object) -> int:
 
 
 WRONG = """
-kvledger.AuditErrors
+kvledger.NoSuchName
 audit.totals.outside
 """
 
+CHECKERS = {"mypy": ["--strict"], "pyright": []}
 
-def test_a_users_script_is_type_checked(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """By mypy in strict mode, against the wheel alone: only the two names that are not there are wrong."""
-    wheel.extractall(tmp_path / "site")
+
+@pytest.fixture(scope="module")
+def user(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's environment: the wheel with what it requires, and the type checkers."""
+    place = tmp_path_factory.mktemp("user")
+    venv.create(place, with_pip=True)
+    assert wheel.filename is not None
+    install = [place / "bin/pip", "install", "--quiet", wheel.filename, *CHECKERS]
+    subprocess.run(install, check=True, env=os.environ | {"PYTHONPATH": ""})
+    return place
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_users_script_is_type_checked(checker: str, user: Path, tmp_path: Path) -> None:
+    """Against the installed wheel: only the two names that are not there are wrong. npm has pyright."""
     (tmp_path / "user.py").write_text(USER + WRONG)
     ran = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"],
+        [user / "bin" / checker, *CHECKERS[checker], "user.py"],
         cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(tmp_path / "site"), "PYTHONPATH": ""},
+        env=os.environ | {"PATH": f"{user / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
-    *errors, _ = ran.stdout.splitlines()
-    assert [True, True] == ["has no attribute" in line for line in errors], ran.stdout
-    assert "AuditErrors" in errors[0] and "outside" in errors[1]
+    errors = [line for line in ran.stdout.splitlines() if "error: " in line or "error -" in line]
+    assert 2 == len(errors), ran.stdout + ran.stderr
+    assert "NoSuchName" in errors[0] and "outside" in errors[1]
+
+
+def test_completion_shows_the_public_names(user: Path) -> None:
+    script = "import kvledger, rlcompleter; print(rlcompleter.Completer(vars()).attr_matches('kvledger.'))"
+    ran = subprocess.run(
+        [user / "bin/python", "-I", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert {"kvledger.attach(", "kvledger.Audit(", "kvledger.LedgerError("} <= set(
+        ast.literal_eval(ran.stdout)
+    )
 
 
 def test_the_links_in_src_are_relative_and_lead_to_the_folders_and_files_of_the_root() -> None:
