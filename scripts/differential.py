@@ -4,7 +4,8 @@ Usage: .venv/bin/python scripts/differential.py HISTORIES [--first SEED] [RELEAS
 
 Plays that many random histories (tests/differential) on the scheduler of each release, or of the one in
 .venv, and prints one line for each. `all` are all that have a v1 scheduler. `turn` are two of them, each day
-two others, with the same histories each day. Exits with 1 if a release shows a difference.
+two others, with the same histories each day. `sglang-0.5.23` and other releases of SGLang are played by name,
+on SGLang's own engine. Exits with 1 if a release shows a difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from releases import BIN, MATRIX, ROOT, build, environ
+from releases import BIN, MATRIX, ROOT, SGLANG, build, environ
 
 WITH_V1 = [name for name in MATRIX if not name.endswith("-v0") and not name.startswith("lmcache-")]
 IN_VENV = next(name for name in WITH_V1 if not MATRIX[name].wheel)
@@ -37,6 +38,11 @@ def run(name: str, histories: int, first: int) -> bool:
     """Compare in one release, and print how it went; whether nothing differs."""
     command = [str(BIN / "python"), "-m", "tests.differential.compare", str(histories), "--first", str(first)]
     environment = environ(name)
+    if name in SGLANG:
+        from kvledger.audit.demo.sglang.run import ENVIRON
+
+        environment |= ENVIRON
+        command += ["--engine", "sglang"]
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
     done = subprocess.run(
         [*command, "--processes", "2"], env=environment, cwd=ROOT, capture_output=True, text=True, check=False

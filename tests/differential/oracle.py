@@ -8,12 +8,11 @@ step, although the output of that step may be delivered later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.differential import tape
-from tests.differential.release_rules import follows
+from tests.differential import release_rules, tape
 from tests.differential.tape import Fact, State
 from tests.positions import Account, Life, Work
 
@@ -165,6 +164,8 @@ class Oracle:
     flight: list[dict[str, Work]] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
     """The local hit behind which an external lookup counts, by request."""
+    follows: Callable[[str], bool] = release_rules.follows
+    """Whether the release follows one of vLLM's rules."""
 
     def read(self, facts: Iterable[Fact]) -> Oracle:
         for fact in facts:
@@ -174,7 +175,7 @@ class Oracle:
                 case tape.LookedUp():
                     # Also a second lookup, after the connector had nothing for a hit of only some groups.
                     self.asked[fact.request_id] = fact.local
-                    if follows("attempts"):
+                    if self.follows("attempts"):
                         self.local.add(fact.tokens, fact.local)
                 case tape.Matched():
                     self.asked[fact.request_id] = fact.local
@@ -214,7 +215,7 @@ class Oracle:
         account.counts["promised"] += fact.external
         account.queue.append(Hit(life))
         account.catch_up()
-        if not follows("attempts"):
+        if not self.follows("attempts"):
             self.local.add(len(fact.sequence), fact.local)
         self.external.add(len(fact.sequence) - self.asked.get(fact.request_id, 0), fact.external)
 
@@ -287,7 +288,7 @@ class Oracle:
                 if state.prompt_tokens > before.prompt_tokens:
                     account.extend(state.computed, state.prompt_tokens)
             self._end(name, state)
-        if not follows("uncounted waits"):
+        if not self.follows("uncounted waits"):
             # Like the engine: a request that this output ends does not take its load over.
             for name in fact.received:
                 self._received(self.accounts[name])
@@ -357,15 +358,15 @@ class Oracle:
         """The request's blocks whose failure the engine sees."""
         computed = before.computed - scheduled
         if before.status == WAITS_FOR_LOAD:
-            if follows("uncounted waits") and account.failed is not account.life:
+            if self.follows("uncounted waits") and account.failed is not account.life:
                 return before.blocks
-        elif follows("first hits"):
+        elif self.follows("first hits"):
             computed = account.hits
         return before.blocks[: -(-computed // self.block_size)]
 
     def _arrived(self, fact: tape.Arrived) -> None:
         account = self.accounts[fact.request_id]
-        if follows("uncounted waits"):
+        if self.follows("uncounted waits"):
             self._received(account)
         if account.life is not None and fact.after > account.life.local + account.life.external:
             account.faults.add("load-rounded-up")

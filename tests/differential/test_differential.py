@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ from hypothesis import settings
 pytest.importorskip("vllm")
 
 from tests.columns import columns, row_columns
-from tests.differential import compare
+from tests.differential import vllm_engine
+from tests.differential.compare import report
 from tests.differential.content import Device
 from tests.differential.oracle import Oracle
 from tests.differential.player import play
@@ -45,28 +45,26 @@ def test_ledger_and_oracle_agree_on_random_histories(part: int) -> None:
     share = 1.0 if settings().max_examples >= 100 else FAST_SHARE
     number = round(COMPARED * share) // PARTS
     first = part * COMPARED // PARTS
-    result = compare.compare(range(first, first + number))
+    result = vllm_engine.compare(range(first, first + number))
 
     assert not result.kinds, "\n\n".join([str(result), *result.reports])
 
 
 @pytest.mark.parametrize("seed", [803, 1456, 1_795_449_383, 1_795_456_232, 1_795_466_240, 1_795_470_802])
 def test_ledger_and_oracle_agree_on_histories_that_once_differed(seed: int) -> None:
-    result = compare.compare([seed])
+    result = vllm_engine.compare([seed])
 
     assert not result.kinds, "\n\n".join([str(result), *result.reports])
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("release", ["0.33.0"])
-def test_ledger_and_oracle_agree_in_another_release(release: str) -> None:
-    releases = built(release)
-    environment = releases.environ(release)
-    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT / "src")])
-    command = [releases.BIN / "python", "-m", "tests.differential.compare", "500", "--first", "0"]
-    completed = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=RUN_HANGS
-    )
+@pytest.mark.parametrize(
+    ("release", "histories"), [("0.33.0", 500), ("sglang-0.5.23", 100), ("sglang-0.5.5.post3", 50)]
+)
+def test_ledger_and_oracle_agree_in_another_release(release: str, histories: int) -> None:
+    command = [built(release).BIN / "python", ROOT / "scripts" / "differential.py", str(histories)]
+    command += ["--first", "0", release]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_HANGS)
 
     assert 0 == completed.returncode, completed.stdout + completed.stderr[-2000:]
 
@@ -112,10 +110,10 @@ def test_a_ledger_that_misses_an_event_differs(monkeypatch: pytest.MonkeyPatch) 
     def forgetful(events: list[Any]) -> Any:
         return audited([event for event in events if not isinstance(event, Preempted)])
 
-    assert [] == compare.differences(PREEMPTED)
-    monkeypatch.setattr(compare, "audited", forgetful)
+    assert [] == vllm_engine.judge(PREEMPTED).found
+    monkeypatch.setattr(vllm_engine, "audited", forgetful)
 
-    text = compare.report(PREEMPTED, compare.differences(PREEMPTED))
+    text = report(PREEMPTED, vllm_engine.judge, vllm_engine.judge(PREEMPTED).found)
     assert "level tokens: unknown: r1: a life began while another lasted" in text
     assert 1 == text.count("Add(name=")  # the shortened history needs only one of the requests
 

@@ -202,14 +202,18 @@ class Plan:
             self.told[request_id] = Told(finish, output_ids=tuple(ids or ()), **counts)
 
 
-def keep_host_copies_on_cpu() -> None:
-    """Let the host cache work without CUDA: copies between the two pools are made by torch, at once."""
+def keep_host_copies_on_cpu(copied: Callable[[Any, Any], object] = lambda *_: None) -> None:
+    """Let the host cache work without CUDA: copies between the two pools are made by torch, at once.
+
+    ``copied`` gets the layer that was written, and its indices.
+    """
 
     def copy(
         src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int = 1
     ) -> None:  # some releases name the arguments
         for source, target in zip(src_layers, dst_layers, strict=True):
             target[dst_indices] = source[src_indices]
+            copied(target, dst_indices)
 
     anything: Any = torch
     anything.cpu.Stream.synchronize = lambda self: None

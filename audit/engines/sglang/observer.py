@@ -17,8 +17,9 @@ on the host are loaded into that prefix before the batch runs, so a load has alw
 the request is added to the waiting queue again.
 
 **An abort** has no call that every release makes through the scheduler's attribute: the dispatcher keeps
-bound methods from its construction on. After a message that may abort, the requests that are in no batch and
-no queue any more have ended. One that runs ends with its next output instead, as any other.
+bound methods from its construction on, and the engine itself aborts a request that finds no room. So when a
+step is chosen, the requests that are in no batch and no queue any more have ended. One that is aborted while
+it runs ends with its next output instead, as any other.
 
 Not observed, and refused: speculative decoding, prefill and decode on different engines, pipeline stages,
 diffusion models.
@@ -40,10 +41,6 @@ from ..observer import CENSUS_STEPS, Observer
 from ..step_log import StepLog
 from ..weights_watch import WeightsWatch
 from .slots import Slots, slots
-
-LOOKS_AFTER_ABORT = 8
-"""In so many steps after an abort it is looked which requests have left: one whose prompt is computed in
-chunks leaves with a later step."""
 
 LIVES_A_STEP = 32
 """Slots are counted after one step for so many open requests."""
@@ -178,7 +175,7 @@ class SGLangObserver(Observer):
     )
     HOOKS: ClassVar[tuple[Hook, ...]] = (
         Hook("", "_add_request_to_queue", (("req", "is_retracted"),), after="queued"),
-        Hook("", "process_input_requests", (("recv_reqs",),), "messages_arrive", "messages_handled"),
+        Hook("", "process_input_requests", (("recv_reqs",),), "messages_arrive"),
         Hook("", "get_next_batch_to_run", (), "step_begins", "step_chosen", boundary=True),
         Hook("", "run_batch", (), before="scheduled"),
         Hook("", "process_batch_result", (), "output_arrives", "output_taken"),
@@ -209,8 +206,6 @@ class SGLangObserver(Observer):
         """When they were."""
         self._missing = -1, False
         """How many slots were in no count, and whether two accounts in a row have said so."""
-        self._looks = 0
-        """In how many more steps it is looked which requests have left."""
 
     def _watch_weights(self) -> UpdatedWeights:
         return UpdatedWeights(self.scheduler, self.log, self._step_now, self._hook_failed)
@@ -320,11 +315,6 @@ class SGLangObserver(Observer):
         if recv_reqs:
             self.weights.asked(recv_reqs)
 
-    def messages_handled(self, _: None, __: Any, recv_reqs: Any) -> None:
-        """It returned. A message that ends requests says nothing of which they are."""
-        if recv_reqs and any(type(message).__name__ == "AbortReq" for message in recv_reqs):
-            self._looks = LOOKS_AFTER_ABORT
-
     def queued(self, _: None, __: Any, req: Any, is_retracted: bool = False) -> None:
         """``_add_request_to_queue`` returned: a request is new, or one that ran waits again.
 
@@ -378,10 +368,13 @@ class SGLangObserver(Observer):
         self._choosing = True
 
     def step_chosen(self, _: None, chosen: Any, *__: Any, **___: Any) -> None:
-        """It returned a batch, or since 0.5.23 a plan with batches."""
+        """It returned a batch, or since 0.5.23 a plan with batches. Ends the requests that have left."""
         self._choosing = False
-        if self._looks:
-            self._looks -= 1
+        batch = getattr(chosen, "batch_to_run", chosen)
+        running = getattr(chosen, "running_batch", self.scheduler.running_batch)
+        batches = {id(each): each for each in (batch, running) if each is not None}.values()
+        present = sum(not request.finished() for each in batches for request in each.reqs or ())
+        if len(self._lives) > present + len(self.scheduler.waiting_queue):
             self._end_absent(chosen)
 
     def scheduled(self, batch: Any, *_: Any, **__: Any) -> None:
@@ -478,9 +471,17 @@ class SGLangObserver(Observer):
         log.forget(request_id)
 
     def _end_absent(self, chosen: Any) -> None:
-        """Requests that were aborted while they waited, or in the middle of their prompt, have left."""
-        present = {id(request) for request in self._present(chosen)}
-        present |= {id(request) for step in self._in_flight for request in step.requests}
+        """End the requests that left without an output.
+
+        They were aborted while they waited, in the middle of their prompt, or because they found no room
+        although every other request had been retracted.
+        """
+        batches = (
+            *self._running(chosen),
+            *(request for step in self._in_flight for request in step.requests),
+        )
+        present = {id(each) for each in batches if not (each.finished() or each.is_retracted)}
+        present.update(map(id, self.scheduler.waiting_queue))
         for life in list(self._lives.values()):
             if id(life.request) not in present:
                 self._ended(life.request, "aborted")

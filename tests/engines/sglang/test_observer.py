@@ -88,6 +88,37 @@ def test_requests_that_an_abort_takes_from_the_queue_have_ended() -> None:
     assert set(audit.ledger.living) == {1}
 
 
+def test_a_request_that_the_engine_aborts_for_lack_of_room_has_ended() -> None:
+    """It was retracted last, and is not put back into the queue; no message asked for its end."""
+    scheduler, request, stays = Scheduler(), Request("a", outputs=9), Request("b", outputs=9)
+    audit = attach(scheduler)
+    for each in (request, stays):
+        scheduler._add_request_to_queue(each)
+    scheduler.step(Batch((request, 0, 8), (stays, 0, 8)))
+    scheduler.get_next_batch_to_run()
+    assert not events_of(audit, ev.Finished)
+
+    request.is_retracted = True
+    scheduler.running_batch = Batch((stays, 8, 1), extends=False)
+    scheduler.get_next_batch_to_run()
+    (finished,) = events_of(audit, ev.Finished)
+    assert (finished.request, finished.reason) == (0, "aborted")
+
+
+def test_a_request_that_is_aborted_in_its_prompt_ends_before_the_chunk_in_flight_is_delivered() -> None:
+    scheduler, request = Scheduler(), Request("a", prompt=8)
+    audit = attach(scheduler)
+    scheduler._add_request_to_queue(request)
+    chunk = Batch((request, 0, 4))
+    scheduler.run_batch(chunk)
+    request.finished_reason = SimpleNamespace(to_json=lambda: {"type": "abort"})
+    scheduler.get_next_batch_to_run()
+    scheduler.process_batch_result(chunk, None)
+
+    assert audit.verdict == "clean"
+    assert audit.totals.of("overrun") == 4
+
+
 @pytest.mark.parametrize(
     ("is_retracted", "choosing", "cause"),
     [(True, True, "blocks"), (False, True, "priority"), (False, False, "pause")],
