@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -21,22 +22,15 @@ EXAMINED: dict[str, tuple[str, ...]] = {
     ),
     "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.6", "0.5.7rc2"),
     "sglang": (
-        *(
-            "0.5.3",
-            "0.5.3.post3",
-            "0.5.5.post3",
-            "0.5.6",
-            "0.5.7",
-            "0.5.10",
-            "0.5.12.post1",
-            "0.5.13",
-            "0.5.20",
-            "0.5.23",
-        ),
+        *("0.5.3", "0.5.3.post3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13"),
+        *("0.5.20", "0.5.23"),
     ),
 }
 """The releases whose scheduler was driven, oldest first: those of the matrix (``scripts/releases.py``), and
 earlier ones that are no longer observed."""
+
+POSTS = ("sglang",)
+"""Products whose post-releases are releases of their own. Those of vLLM's builds have the same scheduler."""
 
 State = Literal["has", "may have", "free"]
 """``may have``: the release lies between one with the fault and one without, and was not examined."""
@@ -60,16 +54,17 @@ class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def state(self, product: Product, version: str) -> State:
         """Whether a release of the examined range has the fault."""
-        number = release(version)
-        if version in self.also or number in map(release, self.also):
+        order = partial(_order, product)
+        number, first = order(version), order(self.first)
+        if version in self.also or number in map(order, self.also):
             return "has"
-        if number < release(self.first):
-            older = [each for each in map(release, EXAMINED[product]) if each < release(self.first)]
+        if number < first:
+            older = [each for each in map(order, EXAMINED[product]) if each < first]
             is_sharp = self.first in self.read or not older or number <= older[-1]
             return "free" if is_sharp else "may have"
-        if not self.last or number <= release(self.last):
+        if not self.last or number <= order(self.last):
             return "has"
-        return "may have" if self.fixed and number < release(self.fixed) else "free"
+        return "may have" if self.fixed and number < order(self.fixed) else "free"
 
     @property
     def span(self) -> str:
@@ -82,6 +77,12 @@ class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def words(self) -> str:
         """``0.12.0 to 0.20.0, fixed in 0.22.1``."""
         return f"{self.span}, fixed in {self.fixed}" if self.fixed else self.span
+
+
+def _order(product: Product, version: str) -> tuple[int, ...]:
+    """What orders the releases of a product: ``(0, 5, 3, 3)`` for SGLang's 0.5.3.post3."""
+    post = re.search(r"\.post([0-9]{1,9})", version) if product in POSTS else None
+    return (*release(version), *([int(post[1])] if post else ()))
 
 
 def checked(product: Product, version: str) -> str:
@@ -97,16 +98,18 @@ def checked(product: Product, version: str) -> str:
 def outside(product: Product, version: str) -> str:
     """Why nothing is known of a release; empty if it lies in the range of the examined ones."""
     oldest, newest = EXAMINED[product][0], EXAMINED[product][-1]
-    if release(oldest) <= release(version) <= release(newest):
+    order = partial(_order, product)
+    if order(oldest) <= order(version) <= order(newest):
         return ""
     return f"Nothing is known of {NAMES[product]} {version}: releases from {oldest} to {newest} were examined"
 
 
 def neighbours(product: Product, version: str) -> tuple[str, str] | None:
     """The examined releases around one that was not examined itself."""
-    number = release(version)
-    if number in map(release, EXAMINED[product]):
+    order = partial(_order, product)
+    number = order(version)
+    if number in map(order, EXAMINED[product]):
         return None
-    older = [each for each in EXAMINED[product] if release(each) < number]
-    newer = [each for each in EXAMINED[product] if release(each) > number]
+    older = [each for each in EXAMINED[product] if order(each) < number]
+    newer = [each for each in EXAMINED[product] if order(each) > number]
     return older[-1], newer[0]

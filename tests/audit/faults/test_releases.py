@@ -43,6 +43,14 @@ def test_a_suffix_of_a_release_makes_no_difference() -> None:
     assert "has" == SPAN.state("vllm", "0.17.0.post2+cpu")
 
 
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("0.5.3", "free"), ("0.5.3.post2", "may have"), ("0.5.3.post3", "has"), ("0.5.4", "may have")],
+)
+def test_a_post_release_of_sglang_is_a_release_of_its_own(version: str, state: str) -> None:
+    assert state == catalogue()["retraction-loses-a-slot"].releases.state("sglang", version)
+
+
 @pytest.mark.parametrize("fault", catalogue().values(), ids=catalogue())
 def test_every_examined_release_has_the_fault_or_not(fault: Fault) -> None:
     states = [fault.releases.state(fault.product, each) for each in EXAMINED[fault.product]]
