@@ -90,6 +90,7 @@ MATRIX = {
     "lmcache-0.3.11": Release("lmcache==0.3.11", BESIDE),
     "lmcache-0.4.2": Release("lmcache==0.4.2", BESIDE),
     "lmcache-0.4.3": Release("lmcache==0.4.3", BESIDE),
+    "lmcache-0.5.4": Release("lmcache==0.5.4", BESIDE),
     LMCACHE: Release("lmcache==0.5.6", BESIDE, whole=True),
     "lmcache-0.5.7rc2": Release("lmcache==0.5.7rc2", BESIDE),
     "lmcache-0.4.2/vllm-0.17.0": Release("lmcache==0.4.2", BESIDE, folder="lmcache-0.4.2", over="0.17.0"),

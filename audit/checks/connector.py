@@ -12,6 +12,7 @@ from ..ledger.entries import (
     FailedBlocksKept,
     Handover,
     Overdue,
+    SaveSkipped,
     Unpromised,
     Unsaved,
 )
@@ -24,6 +25,7 @@ from .registry import (
     LMCACHE_2821,
     LMCACHE_2929,
     LMCACHE_3269,
+    LMCACHE_4508,
     NOTHING,
     RESET_CACHE,
     USUAL,
@@ -247,10 +249,10 @@ def tracker_lag(entry: Entry) -> Iterator[Witness]:
     "connector/save-gap",
     stop_now=NOTHING,
     tokens="due_tokens - saved_tokens",
-    on=(Tracked, Unsaved),
+    on=(SaveSkipped, Tracked, Unsaved),
     message="The connector has saved {saved_tokens} tokens of request {request}, but by its own rules it "
     "should have saved {due_tokens}.",
-    references=(LMCACHE_2821,),
+    references=(LMCACHE_2821, LMCACHE_4508),
     near_misses=(
         "saving is switched off, for all requests or this one, or the connector only loads",
         "less than a whole chunk beyond the saved tokens",
@@ -263,7 +265,8 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
     """The connector orders every save that its own rules require.
 
     Violated when a request has filled a chunk of the connector and no connector metadata ordered the save,
-    or when a worker did not wait for a save that its metadata orders: a later request with the same tokens
+    when a save begins above the tokens that were saved before or that a lookup found in the store, or when a
+    worker did not wait for a save that its metadata orders: a later request with the same tokens
     finds fewer tokens in the store than the configuration promises.
     """
     subject = entry.subject
@@ -273,6 +276,14 @@ def save_gap(entry: Entry) -> Iterator[Witness]:
             worker=subject.worker,
             saves=subject.saves,
             at_step=subject.step,
+        )
+        return
+    if isinstance(subject, SaveSkipped):
+        yield Witness(
+            "The connector saves tokens of request {request} from position {due_tokens} on, but has saved or "
+            "found {saved_tokens} tokens below.",
+            saved_tokens=subject.held_tokens,
+            due_tokens=subject.start,
         )
         return
     assert isinstance(subject, Tracked)

@@ -749,6 +749,8 @@ class Account(msgspec.Struct, array_like=True, eq=False):
     """Encoder embeddings that the encoder cache had when the request first read them, in each life."""
     saved_tokens: int = 0
     """End of the last positions that an observed order of the connector saves."""
+    matched_tokens: int = 0
+    """The most tokens that a lookup of the connector found, with the local hit below them."""
     admissions: int = 0
     """Lives begun."""
     preemptions: int = 0

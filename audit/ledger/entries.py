@@ -452,6 +452,13 @@ class Unpromised(NamedTuple):
     blocks: list[int]
 
 
+class SaveSkipped(NamedTuple):
+    """A save begins above the tokens that the connector has saved, or was found to hold."""
+
+    held_tokens: int
+    start: int
+
+
 class Unsaved(NamedTuple):
     """A worker was ordered to save KV, but was not made to wait for the saves."""
 
@@ -733,6 +740,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | SlotsKept
         | Livelocked
         | Unpromised
+        | SaveSkipped
         | Unsaved
         | ReportedLookups
         | MiscountedLookups

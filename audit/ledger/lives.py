@@ -49,6 +49,7 @@ from .entries import (
     Handover,
     Overdue,
     ReportedLookups,
+    SaveSkipped,
     TurnOvercounted,
     Unpromised,
     Unsaved,
@@ -98,6 +99,7 @@ def _looked_up(state: LedgerState, event: ev.LookedUp) -> None:
 def _matched(state: LedgerState, event: ev.Matched) -> None:
     account = account_of(state, event.request)
     account.asked_from = event.local_tokens
+    account.matched_tokens = max(account.matched_tokens, event.local_tokens + (event.external_tokens or 0))
     enter(state, event, account)
 
 
@@ -658,6 +660,10 @@ def lose_external(
 
 def _save_planned(state: LedgerState, event: ev.SavePlanned) -> None:
     account = account_of(state, event.request)
+    held = max(account.saved_tokens, account.matched_tokens)
+    if event.start > held + 1:  # a connector may find one token more than it promises: the last is computed
+        subject = SaveSkipped(held, event.start)
+        state.entries.append(Entry(state.number, state.step, state.at, subject, account))
     account.saved_tokens = max(account.saved_tokens, event.end)
     add_line(state, account, f"save ordered for positions {event.start} to {event.end}")
     enter(state, event, account)

@@ -17,7 +17,15 @@ from unittest import mock
 
 CHUNK_TOKENS = 256
 """LMCache's default chunk."""
-COMPILED = ("c_ops", "cuda_ops", "lmcache_fs", "lmcache_native", "lmcache_redis", "native_storage_ops")
+COMPILED = (
+    "c_ops",
+    "cuda_ops",
+    "device_ops",
+    "lmcache_fs",
+    "lmcache_native",
+    "lmcache_redis",
+    "native_storage_ops",
+)
 """Modules of LMCache that may be missing."""
 
 _IN_PROCESS = "lmcache.inprocess"
@@ -62,13 +70,14 @@ class StoreTable:
 
 
 def module(name: str) -> str:
-    """The present name of an in-process module of LMCache, once what it needs can be imported."""
+    """The present name of a module of LMCache, once what it needs can be imported."""
     os.environ.update(LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1", LMCACHE_TRACK_USAGE="false")
     for compiled in (f"lmcache.{name}" for name in COMPILED):
         if compiled not in sys.modules and importlib.util.find_spec(compiled) is None:
             sys.modules[compiled] = mock.MagicMock()
-    moved = name.startswith("lmcache.") and importlib.util.find_spec(_IN_PROCESS) is not None
-    return _IN_PROCESS + name.removeprefix("lmcache") if moved else name
+    moved = _IN_PROCESS + name.removeprefix("lmcache")
+    is_moved = name.startswith("lmcache.") and importlib.util.find_spec(_IN_PROCESS) is not None
+    return moved if is_moved and importlib.util.find_spec(moved) is not None else name
 
 
 @contextmanager

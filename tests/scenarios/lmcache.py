@@ -15,7 +15,8 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 from tests.scenarios.driving import Driver, lora, start
 from tests.scenarios.matrix import outcome
@@ -27,6 +28,7 @@ CHUNK_TOKENS = 32
 ADAPTERS = {
     "package": "lmcache.integration.vllm.vllm_v1_adapter",
     "bundled": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.vllm_v1_adapter",
+    "server": "lmcache.integration.vllm.lmcache_mp_connector",
 }
 Attach = Callable[[Any], object]
 
@@ -207,6 +209,39 @@ def shared_by_one_client(attach: Attach = id, **setup: Any) -> Driver:
     )
 
 
+class Server:
+    """Stands in for LMCache's server behind LMCacheMPConnector: it has these tokens of each request."""
+
+    lmcache_tokens_per_chunk = CHUNK_TOKENS
+    stored: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, **_: Any) -> None:
+        """The arguments say where the server is."""
+
+    def check_lookup_result(self, request_id: str) -> int:
+        """How many tokens of a request the server has."""
+        return self.stored.get(request_id, 0)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def asked_again_for_room(attach: Attach = id, *, adapter: str, **setup: Any) -> Driver:
+    """LMCache#4508: `r` finds 32 tokens at each lookup, and has no blocks for them until `other` ends."""
+    name = lmcache.module(ADAPTERS[adapter])
+    with mock.patch(f"{name}.LMCacheMPSchedulerAdapter", Server), mock.patch.dict(Server.stored, {"r": 32}):
+        driver = start(attach, connector="LMCacheMPConnector", connector_module=name, blocks=16, **setup)
+        driver.add("other", 230, 2)
+        driver.add("r", 236, 2)
+        while driver.scheduler.has_requests():
+            requests = driver.schedule().kv_connector_metadata.requests
+            driver.runner.loading.update(row.request_id for row in requests if row.direction == "RETRIEVE")
+            ended = {name for name, request in driver.scheduler.requests.items() if request.is_finished()}
+            driver.connector.held = ended
+            driver.output(finished_recving="all", finished_sending="all")
+    return driver
+
+
 DRIVES = (
     found_at_first,
     asked_again,
@@ -223,7 +258,7 @@ DRIVES = (
 SCENARIOS: dict[str, LMCacheScenario] = {
     scenario.name: scenario
     for drive in DRIVES
-    for adapter in ADAPTERS
+    for adapter in ("package", "bundled")
     for mode, asynchronous in (("sync", False), ("async", True))
     for scenario in [
         LMCacheScenario(
@@ -232,6 +267,10 @@ SCENARIOS: dict[str, LMCacheScenario] = {
             {"adapter": adapter, "asynchronous": asynchronous},
         )
     ]
+} | {
+    "lmcache_asked_again_for_room": LMCacheScenario(
+        "lmcache_asked_again_for_room", asked_again_for_room, {"adapter": "server"}
+    )
 }
 
 

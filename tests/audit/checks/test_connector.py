@@ -192,6 +192,32 @@ def test_a_connector_behind_by_the_tokens_in_flight_or_ahead_is_clean(tracked: i
     assert [] == violation_ids(tracking(tracked))
 
 
+def saving(start: int, *saved: tuple[int, int]) -> list[Event]:
+    """Saves of a decoded request of which a lookup found 64 tokens, 16 of them in the local cache."""
+    orders = [SavePlanned(2_000, 0, 1, *each) for each in (*saved, (start, start + 32))]
+    return with_after(events(64, DECODED), Delivered, -1, Matched(1_900, 0, 1, 16, 48, True), *orders)
+
+
+@violates("connector/save-gap")
+@pytest.mark.parametrize("saved", [[], [(64, 96)]])
+def test_a_save_above_what_the_connector_holds_is_found(saved: list[tuple[int, int]]):
+    """LMCache#4508: each repeated lookup counts the found tokens as stored once more."""
+    (violation,) = audited(saving(128, *saved)).violations
+
+    assert ("connector/save-gap", saved[0][1] if saved else 64, 128) == (
+        violation.id, violation.figures["saved_tokens"], violation.figures["due_tokens"]
+    )  # fmt: skip
+
+
+@near_miss("connector/save-gap")
+@pytest.mark.parametrize(
+    ("start", "saved"), [(0, []), (64, []), (65, []), (96, [(64, 96)])],
+    ids=["from the beginning", "at the end of the found tokens", "of a full hit", "after the last save"],
+)  # fmt: skip
+def test_a_save_that_leaves_nothing_out(start: int, saved: list[tuple[int, int]]):
+    assert [] == violation_ids(saving(start, *saved))
+
+
 @violates("connector/save-gap")
 def test_a_due_chunk_that_is_not_saved_is_found():
     (violation,) = audited(tracking(84, saved=32)).violations
