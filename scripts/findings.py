@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.audit.faults.catalogue import HARMS, Fault, Run, catalogue
+from kvledger.audit.faults.releases import NAMES
 from kvledger.audit.faults.texts import facts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -353,6 +354,44 @@ def never_fits_again() -> Figures:
     return figures(seen, f"{len(kept)} lookups kept for a request that has ended", "0 lookups kept")
 
 
+NOT_DRIVEN = (
+    (
+        "LMCache",
+        "pull/4762",
+        "LMCacheMPConnector loads although MultiConnector chose another connector, up to 0.5.4: the "
+        "journal does not say which of several connectors promised a load.",
+    ),
+    (
+        "vllm",
+        "issues/53498",
+        "SimpleCPUOffloadConnector does not store the blocks of a request's last step, up to "
+        "0.29.0 by its sources: no event says what is left to store when a request ends.",
+    ),
+    ("vllm", "pull/52912", "A tier serves its peer too few blocks: it needs two engines over NIXL."),
+    (
+        "vllm",
+        "issues/49829",
+        "A request waits for a write to a second tier that never ends: no driver has a second tier.",
+    ),
+    (
+        "vllm",
+        "issues/49176",
+        "A read of a second tier fails once and is tried for ever: no driver has a second tier.",
+    ),
+    (
+        "vllm",
+        "pull/47021",
+        "A block is read after its lease ended: it needs two engines over NIXL and a lease that ends.",
+    ),
+    (
+        "vllm-ascend",
+        "issues/16639",
+        "Hits happen and the engine counts none: vllm-ascend needs Ascend's libraries.",
+    ),
+)
+"""Public reports that no scenario drives: owner's repository, path and why."""
+
+
 # --- the faults -----------------------------------------------------------------------------------------
 
 
@@ -485,8 +524,19 @@ def page(lines: Mapping[str, list[str]]) -> str:
             "|---|---|---|---|",
             *map(drift, in_table),
             "",
+            "# Reports that are not driven here",
+            "",
+            *(not_driven(*each) for each in NOT_DRIVEN),
+            "",
         ]
     )
+
+
+def not_driven(repository: str, path: str, why: str) -> str:
+    """The line of a report that no scenario drives."""
+    owner = "LMCache" if repository == "LMCache" else "vllm-project"
+    name = f"{NAMES.get(repository, repository)}#{path.rpartition('/')[2]}"
+    return f"- [{name}](https://github.com/{owner}/{repository}/{path}): {why}"
 
 
 def figures_on(page: str) -> dict[str, list[str]]:
