@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.msgpack import Decoder
+from tests import journals
 from tests.command_line import exit_code
 from tests.engines.sglang.small_scheduler import Batch, Request, Scheduler
 
@@ -20,6 +21,7 @@ from kvledger.audit.entry import plugin
 from kvledger.audit.entry.attach import attach
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.pool_calls import AnyEvent
+from kvledger.exporters.metrics.metric_list import collect
 
 
 class AbortReq(SimpleNamespace):
@@ -291,6 +293,24 @@ def test_commands_for_blocks_and_for_vllm_refuse_in_a_sentence(
 
     assert exit_code(*command, tmp_path / "journal") == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_fleet_of_both_engines_is_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler, request = Scheduler(), Request("a", prompt=8, outputs=1)
+    with attach(scheduler) as audit:
+        scheduler._add_request_to_queue(request)
+        request.cached_tokens = 6
+        scheduler.step(Batch((request, 6, 2)))
+    audit.save(tmp_path / "fleet" / "sglang")
+    journals.clean(tmp_path / "fleet" / "vllm")
+
+    assert exit_code("summary", tmp_path / "fleet", "--by", "engine", "--format", "csv") == 0
+    rows = capsys.readouterr().out
+    assert "sglang 0.5.23" in rows
+    assert "vllm 0.32.0" in rows
+    collected = collect(journals.followed_audits(tmp_path / "fleet"))
+    (engines,) = [samples for metric, samples in collected if metric.name == "kvledger_engine"]
+    assert {"sglang", "vllm"} == {label for sample in engines for label in sample.labels} & {"sglang", "vllm"}
 
 
 def test_protected_slots_are_told_every_few_seconds_at_rest() -> None:
