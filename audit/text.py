@@ -54,6 +54,11 @@ def utc(seconds: float, *, milliseconds: bool = False) -> str:
     return f"{text}.{int(seconds % 1 * 1000):03} UTC" if milliseconds else f"{text} UTC"
 
 
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """1 request, 2 requests."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {plural or f'{noun}s'}"
+
+
 def salt_name(labels: ev.RequestLabels) -> str:
     """The class of the cache salt in hexadecimal; "": no salt."""
     return f"{labels.salt_class & (1 << 64) - 1:016x}" if labels.salt_class else ""

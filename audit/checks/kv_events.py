@@ -21,12 +21,8 @@ from ..ledger.kv_events import (
     TierMissing,
     Unfounded,
 )
+from ..text import counted
 from .registry import VLLM_45261, VLLM_48933, VLLM_55092, VLLM_58119, Witness, invariant
-
-
-def counted(number: int, what: str, ending: str = "s") -> str:
-    """``1 change`` or ``2 changes``."""
-    return f"{number:,} {what}{ending * (number != 1)}"
 
 
 @invariant(
@@ -53,7 +49,7 @@ def gap(entry: Entry) -> Iterator[Witness]:
     yield Witness(
         None,
         subject.story,
-        batches=counted(subject.last - subject.first + 1, "batch", "es"),
+        batches=counted(subject.last - subject.first + 1, "batch", "batches"),
         first=subject.first,
         last=subject.last,
         stores=kinds.count(STORED),

@@ -34,7 +34,7 @@ from ..ledger.blocks.contents import Contents
 from ..ledger.engine_postings import error_name
 from ..ledger.entries import Entry
 from ..ledger.ledger_state import LedgerSums, Watch
-from ..text import utc
+from ..text import counted, utc
 from .windows import EVERYTHING, LossesInWindow, Window, last_start
 from .worker_journals import AFTER_PLANNING, WorkerJournals
 
@@ -376,11 +376,6 @@ class Judged(Described):
 def of_engine(violation: Violation) -> bool:
     """Whether a finding concerns no single request, or its first request stands for all."""
     return violation.request is None or is_once(violation.id)
-
-
-def counted(n: int, noun: str) -> str:
-    """1 request, 2 requests."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 # --- observer ------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ from ..ledger.kv_events import (
     kv_events,
     of_group,
 )
-from .engine_audit import EngineAudit, counted
+from ..text import counted
+from .engine_audit import EngineAudit
 from .journal_parts import engine_of
 from .parallel import attempting, whole_ones
 from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside, same_port

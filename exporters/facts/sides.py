@@ -14,12 +14,12 @@ from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
 from ...audit.figures.labels import BY_NAME, GROUPED
 from ...audit.figures.sums import added
-from ...audit.replay.engine_audit import EngineAudit, counted
+from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, compare_journals
 from ...audit.replay.observers import Steps
 from ...audit.replay.parallel import Run
 from ...audit.replay.windows import Window
-from ...audit.text import utc
+from ...audit.text import counted, utc
 from .dataset import facts_of_windows
 from .groups import KEYS, as_text
 from .misses import Sampled, misses_by_group, sampled_misses
