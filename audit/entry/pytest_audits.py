@@ -68,6 +68,13 @@ class AuditedInstance:
         return not isinstance(self._observer, ManagerObserver)
 
     @property
+    def own_class(self) -> str:
+        """``MODULE:CLASS`` of a scheduler that is not vLLM's own; "" of one that is, and of a manager."""
+        kind = type(self._observer.scheduler) if self.has_scheduler else object
+        ours = kind is object or kind.__module__.partition(".")[0] == "vllm"
+        return "" if ours else f"{kind.__module__}:{kind.__qualname__}"
+
+    @property
     def examined(self) -> str:
         """What was examined of it, in words."""
         ledger = self.auditor.ledger
@@ -157,7 +164,8 @@ class KeptJournals:
         for number, instance in enumerate(audited, 1):
             instance.save(folder / f"engine-{number}")
         path = shlex.quote(os.path.relpath(folder))
-        return f"kvledger repro {path} --finding {finding}" if finding else f"kvledger audit {path}"
+        own = next((f" --scheduler {one.own_class}" for one in audited if one.own_class), "")
+        return f"kvledger repro {path} --finding {finding}{own}" if finding else f"kvledger audit {path}"
 
     def drop(self, test: str) -> Path | None:
         """Remove what an earlier run kept of a test; returns the test's folder."""

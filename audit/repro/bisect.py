@@ -83,9 +83,14 @@ def bisect(
     )
 
 
-def run_file(file: Path, environment: Environment, limit: float = confined.LIMIT_SECONDS) -> Run:
-    """Run the file once, confined."""
-    ended = confined.run([*environment.command, str(file.resolve())], limit)
+def run_file(
+    file: Path,
+    environment: Environment,
+    limit: float = confined.LIMIT_SECONDS,
+    importable: Sequence[str | Path] = (),
+) -> Run:
+    """Run the file once, confined. ``importable``: as :func:`confined.run` has it."""
+    ended = confined.run([*environment.command, str(file.resolve())], limit, importable)
     if ended.code is None:
         return Run(environment.release, "error", f"it did not end within {limit:.0f} s", limit)
     figure = FIGURE.search(ended.out)

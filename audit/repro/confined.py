@@ -63,8 +63,8 @@ def bounds(limit: float = LIMIT_SECONDS) -> str:
     return f"{network}, in an empty folder, with at most {MEMORY_BYTES >> 30} GiB of memory and {limit:.0f} s"
 
 
-def run(command: Sequence[str], limit: float = LIMIT_SECONDS) -> Ended:
-    """Run a command, and end what it leaves behind."""
+def run(command: Sequence[str], limit: float = LIMIT_SECONDS, importable: Sequence[str | Path] = ()) -> Ended:
+    """Run a command, and end what it leaves behind. ``importable``: folders whose modules it may import."""
     program = shutil.which(command[0])
     if program is None:
         raise LedgerError(f"{command[0]} can't be run: there is no such program")
@@ -81,7 +81,7 @@ def run(command: Sequence[str], limit: float = LIMIT_SECONDS) -> Ended:
             stdout=out,
             stderr=err,
             cwd=work,
-            env=_environ(work),
+            env=_environ(work, importable),
             start_new_session=True,
         )
         code = None
@@ -95,12 +95,14 @@ def run(command: Sequence[str], limit: float = LIMIT_SECONDS) -> Ended:
         return Ended(code, _end(out), _end(err), time.monotonic() - began)
 
 
-def _environ(work: Path) -> dict[str, str]:
+def _environ(work: Path, importable: Sequence[str | Path]) -> dict[str, str]:
     """This process's environment with the folder as home; packages of the user's home are still found."""
     ours = ("KVLEDGER_", "XDG_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     base = environ.get("PYTHONUSERBASE") or site.getuserbase()
-    return environ | {"HOME": str(work), "TMPDIR": str(work), "PYTHONUSERBASE": base}
+    found = [*importable, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, found))} if found else {}
+    return environ | paths | {"HOME": str(work), "TMPDIR": str(work), "PYTHONUSERBASE": base}
 
 
 def _end(file: IO[bytes]) -> str:

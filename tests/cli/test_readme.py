@@ -1,4 +1,4 @@
-"""README.md: each command that it shows runs in a fresh folder, and prints the lines that README shows."""
+"""README.md and docs/questions.md: what they show runs in a fresh folder, and prints what they show."""
 
 from __future__ import annotations
 
@@ -100,6 +100,18 @@ def test_each_command_of_the_table_answers_or_says_what_it_needs(tour: Path, lin
 def test_the_python_of_readme_runs(tmp_path: Path) -> None:
     """With a small real engine as ``llm``; each line behind a name prints."""
     [code] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "attach" in block]
+    told = f"""
+{code}
+print(audit.verdict, audit.violations, audit.totals.external, audit.coverage.words, sep="|")
+print(audit.account("0").prompt_tokens)
+"""
+    *_, verdict, tokens = of_a_real_engine(tmp_path, told)
+    assert verdict.startswith("clean|[]|0|at level tokens")
+    assert "58" == tokens
+
+
+def of_a_real_engine(folder: Path, code: str) -> list[str]:
+    """What some Python prints, with a small real engine as ``llm``, and one of its prompts."""
     script = f"""
 import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -112,16 +124,64 @@ from kvledger.audit.demo.model import write_model
 llm = tiny_engine(write_model(Path("model"), 0), max_model_len=320, num_gpu_blocks_override=40)
 generate = llm.generate
 llm.generate = lambda prompts: generate(prompts, SamplingParams(max_tokens=4, detokenize=False))
+import kvledger
 prompts = [{{"prompt_token_ids": list(range(2, 60))}}]
 {code}
-print(audit.verdict, audit.violations, audit.totals.external, audit.coverage.words, sep="|")
-print(audit.account("0").prompt_tokens)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=240
     )
-
     assert 0 == done.returncode, done.stderr[-3000:]
-    *_, verdict, tokens = done.stdout.splitlines()
-    assert verdict.startswith("clean|[]|0|at level tokens")
-    assert "58" == tokens
+    return done.stdout.splitlines()
+
+
+QUESTIONS = (ROOT / "docs/questions.md").read_text()
+SCHEDULER = """from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class MyScheduler(Scheduler):
+    def update_from_output(self, *args):
+        for request in self.running:
+            if request.prefill_stats:
+                request.prefill_stats.num_local_cached_tokens = -16
+        return super().update_from_output(*args)
+"""
+ITS_TEST = """import my_module  # noqa: F401
+
+from kvledger.audit.traffic.driver import Driver, tokens
+from kvledger.audit.traffic.engine_setup import EngineSetup
+
+
+def test_two_prompts():
+    driver = Driver(EngineSetup(scheduler_class="my_module:MyScheduler"))
+    for name in "ab":
+        driver.add(name, tokens(40, name), 3)
+    driver.run()
+"""
+
+
+def test_the_commands_of_the_page_of_questions_print_what_it_shows(tour: Path) -> None:
+    """In a folder with the journal of the tour, and with a scheduler class of the user's and its test."""
+    folder = tour / "tour"
+    (folder / "my_module.py").write_text(SCHEDULER)
+    (folder / "test_my_module.py").write_text(ITS_TEST)
+    shown = re.findall(r"(?:^    \$ .*\n)(?:^    .*\n)+", QUESTIONS, re.MULTILINE)
+    for part in "".join(shown).split("    $ ")[1:]:
+        line, *expected = part.splitlines()
+        program, *words = shlex.split(line)
+        ran = subprocess.run(
+            [sys.executable, "-m", program, *words],
+            cwd=folder,
+            env=os.environ | {"COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        printed = plain(ran.stdout)
+        assert [] == [row for row in expected if plain(row) not in printed], (line, ran.stdout, ran.stderr)
+
+
+def test_the_python_of_the_page_of_questions_prints_what_it_shows(tmp_path: Path) -> None:
+    [(code, shown)] = re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", QUESTIONS, re.DOTALL)
+
+    assert [row.strip() for row in shown.splitlines()] == of_a_real_engine(tmp_path, code)[-2:]
