@@ -432,10 +432,10 @@ def prefixes(
 
     Prefixes are opaque: their labels come from keyed block hashes.
     """
-    from .exporters.reports import prefixes as report
+    from .exporters.reports import block_use as report
 
     with read.journals(paths) as (places, _, run):
-        return report.answer(report.prefixes(places, most=top, run=run))
+        return report.prefixes_answer(report.prefixes(places, most=top, run=run))
 
 
 @further("summary store", "/var/lib/kvledger", "/var/lib/kvledger --format json")
@@ -449,10 +449,10 @@ def store(
     KV stored, read and never read, seconds waited and saved. What is stored is known at level blocks, of
     connectors whose metadata kvledger reads.
     """
-    from .exporters.reports import store as report
+    from .exporters.reports import block_use as report
 
     with read.journals(paths) as (places, _, run):
-        return report.answer(report.store(places, run=run))
+        return report.store_answer(report.store(places, run=run))
 
 
 @further("why turns", "/var/lib/kvledger", "/var/lib/kvledger --session chat-42")
@@ -527,7 +527,7 @@ def compact(
     The rows stay when the journal is removed. Where --keep removes rows, sums by the hour stay for a year.
     Needs the analysis extra: pip install duckdb pandas pyarrow.
     """
-    from .exporters.facts.retention import retention
+    from .exporters.facts.compact import retention
     from .exporters.reports import listing as report
 
     with read.journals(paths, local=True) as (places, _, run):
@@ -995,9 +995,9 @@ def boards(folder: Path = opt.FOLDER, form: str = opt.FORM) -> None:
 @further("deploy rules", "rules")
 def rules(folder: Path = opt.FOLDER) -> None:
     """Write the recording and alert rules for Prometheus."""
-    from .dashboards import rules as file
+    from .dashboards import deploy_files as file
 
-    typer.echo(file.write(folder))
+    typer.echo(file.write_rules(folder))
 
 
 @further(

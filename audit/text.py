@@ -15,7 +15,7 @@ from typing import Any, get_args
 from msgspec.structs import fields, replace
 
 from . import events as ev
-from .pool_calls import AnyEvent
+from .events import AnyEvent
 
 ID_CHARACTERS = 256
 """A longer request id is cut to this length, in journals and in everything that is read from one."""

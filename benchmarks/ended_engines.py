@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.replay import OPEN, _step
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.sidecar.follower import Follower
 from kvledger.exporters.sidecar.pages import Site
@@ -96,13 +95,13 @@ def request(number: int) -> Iterator[ev.Event]:
         cached += [block, (number * EACH + each) << 20, each * SIZE]
     yield ev.RequestAdded(at, number, f"r{number}", tokens)
     yield ev.LookedUp(at, number, step, 0)
-    yield pool_calls.BlocksAllocated(at, step, 0, "allocate", [number, 0, EACH, *blocks])
+    yield ev.BlocksAllocated(at, step, 0, "allocate", [number, 0, EACH, *blocks])
     yield ev.BlocksCached(at, step, 0, cached)
     yield ev.Admitted(at, number, step, False, 0, 0, False, 0)
     yield ev.Stepped(at, step, [number, tokens, 0, tokens], [number - 1] if number else [])
     yield ev.Delivered(at + 1, [number, 1], [])
     yield ev.Finished(at + 1, number, "length", tokens, 0, 0, tokens + 1, 1)
-    yield pool_calls.BlocksFreed(at + 1, step, 0, number, 0, "free", blocks[::-1], [0] * EACH)
+    yield ev.BlocksFreed(at + 1, step, 0, number, 0, "free", blocks[::-1], [0] * EACH)
 
 
 def pools(own: bool, stopped: bool, folder: Path) -> str:

@@ -36,10 +36,9 @@ from tests.simulated_trace import write_journal, write_trace
 from kvledger.audit.replay import serialize
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.exporters.facts import kept
-from kvledger.exporters.facts.compact import HourlyFiles, compact
-from kvledger.exporters.facts.engine import EngineFacts
+from kvledger.exporters.facts.compact import HourlyFiles, compact, summed_rows
 from kvledger.exporters.facts.parquet import RowWriter
-from kvledger.exporters.facts.retention import summed_rows
+from kvledger.exporters.facts.rows import EngineFacts
 from kvledger.exporters.facts.schema import TABLES
 
 HOUR = 3600

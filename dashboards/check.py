@@ -22,7 +22,7 @@ from ..audit.foreign import Unreadable, parsed
 from ..audit.text import printable
 from ..exporters.http_client import fetch, shown
 from ..exporters.metrics.metric_list import METRICS, Metric
-from . import boards, rules
+from . import boards, deploy_files
 
 ADDED = ("job", "instance", "le")
 """Labels that a scrape adds, and the label of histogram buckets."""
@@ -89,13 +89,13 @@ def queries() -> Iterator[PanelQuery]:
 
 def rule_expressions() -> Iterator[PanelQuery]:
     """The expression of every rule."""
-    for rule in rules.rules():
+    for rule in deploy_files.rules():
         yield PanelQuery(rule.get("record") or rule["alert"], rule["expr"])
 
 
 def faults() -> list[str]:
     """What is wrong with boards and rules."""
-    recorded = {rule["record"] for rule in rules.rules() if "record" in rule}
+    recorded = {rule["record"] for rule in deploy_files.rules() if "record" in rule}
     wrong = [
         f"{query.where}: {fault}"
         for query in (*queries(), *rule_expressions())
@@ -242,9 +242,9 @@ def _differing(folder: Path, form: boards.Form) -> Iterator[str]:
             yield f"{name} is missing"
         elif _json(path) != json.loads(text):
             yield f"{name} differs"
-    path = folder / rules.FILE
-    if path.exists() and path.read_bytes() != rules.SOURCE.read_bytes():
-        yield f"{rules.FILE} differs"
+    path = folder / deploy_files.FILE
+    if path.exists() and path.read_bytes() != deploy_files.SOURCE.read_bytes():
+        yield f"{deploy_files.FILE} differs"
 
 
 def _json(path: Path) -> object:

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..audit.errors import LedgerError
 from .boards import put
-from .rules import FILE as RULES
+
+# --- The recording and alert rules for Prometheus: ``kvledger-rules.yaml``, their only source.
+
+FILE = "kvledger-rules.yaml"
+SOURCE = Path(__file__).parent / FILE
+
+
+def rules() -> list[dict[str, Any]]:
+    """Every rule as Prometheus reads it: those with ``record``, then those with ``alert``."""
+    import yaml
+
+    return [rule for group in yaml.safe_load(SOURCE.read_text())["groups"] for rule in group["rules"]]
+
+
+def write_rules(folder: Path) -> Path:
+    """Write the rule file into ``folder``, which is created."""
+    return put(folder, FILE, SOURCE.read_text())
+
 
 ROOT = Path(__file__).parent / "deploy"
 
@@ -34,14 +51,14 @@ FORMS = {
     "compose": Form(
         "compose",
         ("compose.yaml", "prometheus.yaml"),
-        needs=("Containerfile", f"../{RULES}"),
+        needs=("Containerfile", f"../{FILE}"),
         rewritten=(
             ("docker compose -f dashboards/deploy/compose/compose.yaml up", "docker compose up"),
             (
                 "    build:\n      context: ../../..\n      dockerfile: dashboards/deploy/Containerfile\n",
                 "",
             ),
-            (f"../../{RULES}", f"./{RULES}"),
+            (f"../../{FILE}", f"./{FILE}"),
         ),
         next="Build the image as the Containerfile says, then: docker compose up",
     ),

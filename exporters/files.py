@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ..audit.errors import LedgerError
 
 
@@ -40,3 +42,18 @@ def whole(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+# --- HTML from Jinja2 templates. Every value is escaped; a name that a template lacks is an error.
+
+
+def environment(folder: Path) -> Environment:
+    """Load templates from ``folder``, which is inside the package."""
+    return Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -178,9 +178,9 @@ class Answers(ABC):
         Level blocks only.
         """
         with self._whole("prefixes") as (places, run):
-            from .reports import prefixes
+            from .reports import block_use
 
-            return Shown(*prefixes.answer(prefixes.prefixes(places, most=top, run=run)))
+            return Shown(*block_use.prefixes_answer(block_use.prefixes(places, most=top, run=run)))
 
     def turns(self, session: str = "", *, worst: int = 20) -> Shown:
         """What turns of sessions missed of the turn before, as ``kvledger why turns``. Level blocks only."""

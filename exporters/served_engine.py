@@ -19,7 +19,7 @@ import msgspec
 
 from ..audit.analysis.hit_reasons import Outside, Probe
 from ..audit.errors import LedgerError
-from ..audit.faults.releases import Product
+from ..audit.faults.catalogue import Product
 from ..audit.foreign import MOST_COUNT, Sample, Unreadable, families, number, parsed, whole_number
 from ..audit.release_semantics import release
 from ..audit.text import printable

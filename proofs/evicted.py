@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.incidents.serving import Plan, serve
 
 from kvledger.audit.causes import EVICTED
-from kvledger.audit.engines import prompt_sample
+from kvledger.audit.engines import prompt_reports
 from kvledger.exporters.reports.why import why
 
 POINTS = 6.0
@@ -28,7 +28,7 @@ HEAD = """\
 
 def shares(plan: Plan, seconds: float, mask: int) -> tuple[int, float, float]:
     """Blocks in the sample, and the share of them that was evicted with its margin, in percent."""
-    prompt_sample.MASK = mask
+    prompt_reports.MASK = mask
     with tempfile.TemporaryDirectory() as folder:
         serve(Path(folder), "evicted", (plan, seconds))
         rows = why([Path(folder)]).sampled
@@ -41,7 +41,7 @@ def main() -> int:
     """Print a row for each size and number of prefixes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=120.0)
-    seconds, worst, mask = parser.parse_args().seconds, 0.0, prompt_sample.MASK
+    seconds, worst, mask = parser.parse_args().seconds, 0.0, prompt_reports.MASK
     print(HEAD)
     for blocks in (60, 120, 250, 400):
         for prefixes in (6, 40):

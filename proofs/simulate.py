@@ -37,11 +37,10 @@ from tests.serving.processes import Engine
 
 from kvledger.audit.demo.engine import EXECUTOR, tiny_engine
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
-from kvledger.audit.demo.process import settle_environment
+from kvledger.audit.demo.run import settle_environment
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.simulate.settings import Variant
-from kvledger.audit.simulate.study import Outcome, Study, recording
+from kvledger.audit.simulate.study import Outcome, Study, Variant, recording
 
 BLOCK_TOKENS = 32
 RUNNING = 16

@@ -37,7 +37,7 @@ def serve(folder: Path, store: bool) -> None:
     """Serve all sessions in this process, which writes a journal in ``folder``."""
     from kvledger.audit.demo import model
     from kvledger.audit.demo.engine import tiny_engine
-    from kvledger.audit.demo.process import settle_environment
+    from kvledger.audit.demo.run import settle_environment
 
     settle_environment(in_process=True)
     os.environ.update(KVLEDGER_DIR=str(folder / "journal"), KVLEDGER_LEVEL="blocks")
@@ -70,7 +70,7 @@ def run(store: bool) -> dict[str, Any]:
     """One run in a process of its own: tokens computed, seconds of its steps, and the store's return."""
     from kvledger.audit.replay.journals import audit_paths
     from kvledger.audit.replay.observers import Steps
-    from kvledger.exporters.reports import store as report
+    from kvledger.exporters.reports import block_use as report
 
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "proofs.store", "--serve", scratch, *(["--store"] if store else [])]

@@ -31,7 +31,7 @@ from tests.serving.processes import Engine
 
 from kvledger.audit.analysis.turns import Turn
 from kvledger.audit.client_ids import part_of
-from kvledger.audit.replay.block_traces import block_turns
+from kvledger.audit.replay.request_traces import block_turns
 from kvledger.exporters.facts.kept_blocks import recorded_blocks
 from kvledger.exporters.reports.turns import turns
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from releases import MATRIX
 
 from kvledger.audit.checks.registry import catalogue as invariants
-from kvledger.audit.faults.catalogue import Fault, Scenarios, catalogue
-from kvledger.audit.faults.releases import EXAMINED
+from kvledger.audit.faults.catalogue import EXAMINED, Fault, Scenarios, catalogue
 from kvledger.audit.release_semantics import release
 
 DRIFTS = frozenset(row.id for row in invariants().values() if row.severity == "drift")

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvledger.audit.faults.catalogue import HARMS, Fault, Run, catalogue
-from kvledger.audit.faults.releases import NAMES
-from kvledger.audit.faults.texts import facts
+from kvledger.audit.faults.catalogue import HARMS, NAMES, Fault, Run, catalogue, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "findings.md"
@@ -81,7 +79,7 @@ class Figures:
 def watch(drive: Callable[..., Any], level: str = "tokens") -> Seen:
     """Drive a scheduler observed at ``level``; an error that the engine raises is part of the result."""
     from kvledger.audit.checks.auditor import Auditor
-    from kvledger.audit.traffic.observation import Observation
+    from kvledger.audit.traffic.driver import Observation
 
     observation, raised = Observation(level), ""
     try:

@@ -10,11 +10,11 @@ from pathlib import Path
 from textwrap import wrap
 
 from kvledger.audit import glossary
-from kvledger.audit.checks import engine_metrics, figures_page, registry
+from kvledger.audit.checks import engine_metrics, figures, registry
 from kvledger.audit.checks.registry import KINDS, Kind
-from kvledger.audit.faults import release_rules
+from kvledger.audit.faults import catalogue
 from kvledger.audit.figures.declared import FIGURES
-from kvledger.dashboards.rules import SOURCE, rules
+from kvledger.dashboards.deploy_files import SOURCE, rules
 from kvledger.exporters import usage_logs
 from kvledger.exporters.metrics import metric_list
 from kvledger.exporters.trace import columns
@@ -26,10 +26,10 @@ def generated() -> Iterator[tuple[str, str]]:
     """Each generated file, relative to the repository, and the text that it must have."""
     yield "audit/figures/totals.pyi", totals()
     yield "docs/reference/invariants.md", registry.markdown()
-    yield "docs/reconciliation.md", figures_page.replaced((ROOT / "docs/reconciliation.md").read_text())
+    yield "docs/reconciliation.md", figures.replaced((ROOT / "docs/reconciliation.md").read_text())
     yield "docs/engine-metrics.md", engine_metrics.markdown()
     yield "docs/usage.md", usage_logs.replaced((ROOT / "docs/usage.md").read_text())
-    yield "docs/differences.md", release_rules.replaced((ROOT / "docs/differences.md").read_text())
+    yield "docs/differences.md", catalogue.replaced((ROOT / "docs/differences.md").read_text())
     yield "docs/reference/glossary.md", glossary.markdown()
     yield "docs/reference/metrics.md", metric_list.markdown()
     yield "docs/reference/tables.md", columns.markdown()

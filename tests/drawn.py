@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from kvledger.audit.events import EngineStarted, Event
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.writer import JournalWriter
 
 RECORDED = Path(__file__).parent / "drawn.kvl.xz"

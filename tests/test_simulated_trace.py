@@ -9,8 +9,7 @@ from tests.simulated import Mix
 from tests.simulated_trace import main, write_journal, write_trace
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.exporters.reports.why import why
 
@@ -39,9 +38,7 @@ def test_every_statement_of_it_is_right(rich: Path) -> None:
 
 
 def test_it_has_the_whole_vocabulary(rich: Path) -> None:
-    of_tokens = {
-        kind for kind in pool_calls.AnyEvent.__args__ if kind.__struct_config__.tag < FIRST_OF_BLOCKS
-    }
+    of_tokens = {kind for kind in ev.AnyEvent.__args__ if kind.__struct_config__.tag < FIRST_OF_BLOCKS}
     assert of_tokens - NOT_MADE == {type(event) for _, event in read(rich)}
 
 

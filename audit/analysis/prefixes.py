@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from .block_trace import ADMIT, CACHED, EVICT, HIT, BlockTrace, Change
+from .trace_reader import ADMIT, CACHED, EVICT, HIT, BlockTrace, Change
 
 UNSEEN = -1
 """Since when content was cached that the trace found in the cache. A request that ran then needed its own at

@@ -8,15 +8,446 @@ Each token of the difference has one cause.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterator, Mapping
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from .. import events as ev
+from ..bounded_tables import keep_newest
 from ..causes import BOUNDARY, GROUPS, STATE, WINDOW
-from ..ledger.kv_events import STORED, Change
-from .group_boundaries import Group, common_boundary, lacking
-from .index_state import IndexState
-from .routed_cache import RecentCounts, RoutedCache
+from ..figures.sums import add_tokens
+from ..ledger.blocks import contents
+from ..ledger.blocks.contents import Change as PoolChange
+from ..ledger.blocks.contents import is_named
+from ..ledger.blocks.ledger import pool_of
+from ..ledger.kv_events import CLEARED, GPU, STORED, CacheChanges, Change, batch_rows, kv_events
+from .cache_misses import Group, Groups, common_boundary, groups_of, lacking
+
+# --- One engine's prefix cache and the requests that used it, as they were a short time ago.
+#
+# The blocks of a prompt are known only once they are cached. So both the cache and the index that is kept
+# from its KV events are kept with what they were: :data:`MOST_RECENT` changes of each. A request that
+# arrived before that is counted and not compared.
+
+MOST_RECENT = 1 << 16
+"""Changes of one cache, and of its index, that are kept."""
+
+MOST_REQUESTS = 1 << 12
+"""Requests of one engine that wait for their comparison."""
+
+
+class RecentCounts(msgspec.Struct, dict=True, eq=False):
+    """How many blocks had each hash id, now and a short time ago."""
+
+    now: dict[int, int] = {}
+    """Blocks by hash id."""
+    last: float = 0.0
+    """The time of the last change."""
+
+    def __post_init__(self) -> None:
+        self._changes: dict[int, deque[tuple[float, int, Change | None]]] = {}
+        """By hash id: time, blocks before, and what changed."""
+        self._order: deque[int] = deque()
+        """The hash ids of these changes, in order."""
+        self._dropped = 0.0
+        """The time of the last change that is no longer kept."""
+
+    @property
+    def since(self) -> float:
+        """The time from which changes are known."""
+        return self._dropped if self._order else self.last
+
+    def add(self, at: float, hash_id: int, kind: int, change: Change | None = None) -> None:
+        """A block with this hash id was stored, removed, or dropped by a clearing."""
+        before = self.now.get(hash_id, 0)
+        after = 0 if kind == CLEARED else max(0, before + (1 if kind == STORED else -1))
+        if after:
+            self.now[hash_id] = after
+        else:
+            self.now.pop(hash_id, None)
+        if not self._order:
+            self._dropped = self.last
+        self.last = at
+        self._changes.setdefault(hash_id, deque()).append((at, before, change))
+        self._order.append(hash_id)
+        if len(self._order) > MOST_RECENT:
+            self._drop()
+
+    def clear(self, at: float, change: Change | None = None) -> None:
+        """Every block was dropped."""
+        for hash_id in list(self.now):
+            self.add(at, hash_id, CLEARED, change)
+
+    def count(self, hash_id: int, at: float) -> int:
+        """How many blocks had this hash id after all changes up to ``at``."""
+        for when, before, _ in self._changes.get(hash_id, ()):
+            if when > at:
+                return before
+        return self.now.get(hash_id, 0)
+
+    def fell_last(self, hash_id: int, at: float) -> bool:
+        """Whether the last change of this hash id up to ``at`` was a removal, as far as it is kept."""
+        before = [count for when, count, _ in self._changes.get(hash_id, ()) if when <= at]
+        return bool(before) and self.count(hash_id, at) < before[-1]
+
+    def changes(self, hash_id: int, at: float) -> list[Change]:
+        """What changed this hash id up to ``at``, as far as it is kept."""
+        recent = self._changes.get(hash_id, ())
+        return [change for when, _, change in recent if when <= at and change is not None]
+
+    def forget(self) -> None:
+        """Keep only what is cached now."""
+        self._changes.clear()
+        self._order.clear()
+
+    def _drop(self) -> None:
+        hash_id = self._order.popleft()
+        changes = self._changes[hash_id]
+        self._dropped = changes.popleft()[0]
+        if not changes:
+            del self._changes[hash_id]
+
+
+class OpenRequest(msgspec.Struct):
+    """A request whose comparison waits. ``at``: microseconds since the engine started."""
+
+    request_id: str
+    number: int
+    prompt_tokens: int
+    arrived_at: int
+    admitted_at: int = -1
+    step: int = 0
+    changes: int = 0
+    """How many changes of the cache came before the first admission was emitted."""
+    local: int = 0
+    external: int = 0
+    valid: int = -1
+    """The first position that a failed load left invalid; -1: none did."""
+    hashes: list[int] = []
+    """Of the blocks of the group that is followed."""
+    waiting: list[tuple[int, int, int]] = []
+    """Group, end and hash id of other groups' blocks, until the followed group has cached the same tokens."""
+
+
+class RoutedCache(CacheChanges, eq=False):
+    """Reads the changes of a cache, and the requests that used it."""
+
+    block_tokens: int = 0
+    """Tokens of a block; 0: the engine has no KV cache group of full attention in its only pool."""
+    followed: int = 0
+    """The KV cache group whose blocks name a prompt: the first of full attention."""
+    others: list[Group] = []
+    """The other groups, of each of which a hit needs something."""
+    in_groups: dict[tuple[int, int, int], int] = {}
+    """The hash id of a block of another group, by the group, its end, and the followed group's hash id of
+    the block with its last token, which stands for all tokens before."""
+    number: int = 0
+    """How many changes there were."""
+    recent: RecentCounts = msgspec.field(default_factory=RecentCounts)
+    """The cache, by the number of changes."""
+    requests: dict[int, OpenRequest] = {}
+    """Requests that have not ended, by number."""
+    complete: list[OpenRequest] = []
+    """Requests that have ended and are not compared yet, in this order."""
+    left_out: int = 0
+    """Requests that were dropped since the last comparison, because too many waited."""
+    arrived: int = 0
+    """Requests that were there when the journal began, or arrived since."""
+    present: set[int] = set()
+    """The numbers of the requests that have not ended."""
+
+    def feed(self, event: ev.Event, changes: Sequence[PoolChange]) -> None:
+        """Read one event and its changes, see the base."""
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        super().feed(event, changes)
+
+    def change(self, change: PoolChange) -> None:
+        """Follow one change of a pool."""
+        super().change(change)
+        if change.kind == contents.HIT:
+            self._touched(change)
+        elif change.kind == contents.CACHED and self.block_tokens:
+            self._cached(change)
+
+    def _pool(self, event: ev.PoolSeen) -> None:
+        groups = None if event.pool else groups_of(pool_of(event))
+        self.followed, self.block_tokens, self.others = groups or (0, 0, [])
+
+    @property
+    def groups(self) -> Groups:
+        """What a hit needs of each KV cache group."""
+        return Groups(self.followed, self.block_tokens, self.others)
+
+    def in_group(self, group: int, end: int, hashes: Sequence[int]) -> int:
+        """The hash id of the block of another group that ends at a token of a prompt; 0: not known.
+
+        ``hashes`` are those of the followed group.
+        """
+        place = (end - 1) // self.block_tokens
+        return self.in_groups.get((group, end, hashes[place]), 0) if place < len(hashes) else 0
+
+    def _add(self, kind: int, hash_id: int, of: PoolChange, block: int, request: int = -1) -> None:
+        super()._add(kind, hash_id, of, block, request)
+        self.number += 1
+        if not self.block_tokens:
+            return
+        if kind == CLEARED:
+            self.recent.clear(self.number, self.changes[-1])
+        else:
+            self.recent.add(self.number, hash_id, kind, self.changes[-1])
+
+    def _snapshot(self, event: ev.Snapshot) -> None:
+        for row in event.rows:
+            self._arrive(row.request)
+
+    def _arrive(self, request: int) -> None:
+        self.arrived += request not in self.present
+        self.present.add(request)
+
+    def _added(self, event: ev.RequestAdded) -> None:
+        self._arrive(event.request)
+        if not self.block_tokens:
+            return
+        self.requests[event.request] = OpenRequest(
+            event.request_id, event.request, event.prompt_tokens, event.at
+        )
+        self.left_out += len(keep_newest(self.requests, MOST_REQUESTS))
+
+    def _admitted(self, event: ev.Admitted) -> None:
+        request = self.requests.get(event.request)
+        if request is None or event.resumed or request.admitted_at >= 0:
+            return
+        request.admitted_at, request.step, request.changes = event.at, event.step, self.number
+        request.local, request.external = event.local_tokens, event.external_tokens
+
+    def _load_failed(self, event: ev.LoadFailed) -> None:
+        request = self.requests.get(event.request)
+        if request is not None and request.valid < 0:
+            request.valid = event.computed_tokens
+
+    def _touched(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if request is not None and change.group == self.followed:
+            for place, ids in enumerate(change.contents):
+                self._put(request, place, ids[-1] if ids and is_named(ids[-1]) else 0)
+
+    def _cached(self, change: PoolChange) -> None:
+        request = self.requests.get(change.request)
+        if request is None:
+            return
+        for hash_id, end in zip(change.ids, change.numbers, strict=True):
+            if change.group != self.followed:
+                request.waiting.append((change.group, end, hash_id))
+                self._join(request, (end - 1) // self.block_tokens)
+            elif not end % self.block_tokens:
+                self._put(request, end // self.block_tokens - 1, hash_id)
+
+    def _put(self, request: OpenRequest, place: int, hash_id: int) -> None:
+        """Note the hash id of one block of a prompt. A load that fails later is known by the end only."""
+        if place >= request.prompt_tokens // self.block_tokens and not self.others:
+            return
+        hashes = request.hashes
+        hashes += [0] * (place + 1 - len(hashes))
+        hashes[place] = hash_id
+        self._join(request, place)
+
+    def _join(self, request: OpenRequest, place: int) -> None:
+        """Name the blocks of other groups whose last token is in this block of the followed group."""
+        followed = request.hashes[place] if place < len(request.hashes) else 0
+        if not followed or not request.waiting:
+            return
+        waiting, request.waiting = request.waiting, []
+        for group, end, hash_id in waiting:
+            if (end - 1) // self.block_tokens == place:
+                self.in_groups[group, end, followed] = hash_id
+            else:
+                request.waiting.append((group, end, hash_id))
+        keep_newest(self.in_groups, MOST_RECENT)
+
+    def _finished(self, event: ev.Finished) -> None:
+        self.present.discard(event.request)
+        request = self.requests.pop(event.request, None)
+        if request is not None and request.admitted_at >= 0:
+            self.complete.append(request)
+            if len(self.complete) > MOST_REQUESTS:
+                del self.complete[0]
+                self.left_out += 1
+
+    def take(self, before: int, *, ended: bool) -> tuple[list[OpenRequest], int]:
+        """The ended requests that were admitted up to a time, and how many were dropped meanwhile.
+
+        ``ended``: nothing follows, so those that are open are taken as they are.
+        """
+        if ended:
+            self.complete += [one for one in self.requests.values() if one.admitted_at >= 0]
+            self.requests = {}
+        ready = [one for one in self.complete if ended or one.admitted_at <= before]
+        self.complete = [one for one in self.complete if not ended and one.admitted_at > before]
+        dropped, self.left_out = self.left_out, 0
+        return ready, dropped
+
+
+_HANDLERS: dict[type[ev.Event], Callable[[RoutedCache, Any], None]] = {
+    ev.Snapshot: RoutedCache._snapshot,
+    ev.RequestAdded: RoutedCache._added,
+    ev.Admitted: RoutedCache._admitted,
+    ev.LoadFailed: RoutedCache._load_failed,
+    ev.Finished: RoutedCache._finished,
+    ev.PoolSeen: RoutedCache._pool,
+}
+
+
+# --- Indexes of routers that are replayed beside our own: what they promise of the caches of several
+# engines.
+
+
+class Index(Protocol):
+    """A router's index of the caches of several engines."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        """Take one batch of an engine's KV events."""
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        """How many of these blocks, from the first on, each engine holds."""
+
+
+class TokensIndex:
+    """An index that knows the tokens of blocks and not their salt or adapter.
+
+    ``contents``: by hash id, the keyed hash of all tokens up to the end of the block. A block without it is
+    only itself.
+    """
+
+    def __init__(self, contents: Mapping[int, int]) -> None:
+        self._contents = contents
+        self._held: dict[int, Counter[int]] = {}
+        """By engine: how many blocks with each content it holds, as its KV events say."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        held = self._held.setdefault(engine, Counter())
+        for event, tier in kv_events(batch):
+            if event.kind == CLEARED:
+                held.clear()
+            elif tier in ("", GPU):
+                content = self._contents.get(event.hash_id, event.hash_id)
+                held[content] += 1 if event.kind == STORED else -1
+                if held[content] <= 0:
+                    del held[content]
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        return _leading(self._held, [self._contents.get(hash_id, hash_id) for hash_id in hashes])
+
+
+class UncountedIndex:
+    """An index that drops a hash at its first removal, also if the engine has other blocks with it."""
+
+    def __init__(self, contents: Mapping[int, int]) -> None:
+        self._held: dict[int, set[int]] = {}
+        """By engine: the hash ids that it holds, as the index has it."""
+
+    def apply(self, engine: int, batch: ev.KVEventsReceived) -> None:
+        held = self._held.setdefault(engine, set())
+        for event, tier in kv_events(batch):
+            if event.kind == CLEARED:
+                held.clear()
+            elif tier in ("", GPU):
+                (held.add if event.kind == STORED else held.discard)(event.hash_id)
+
+    def held(self, hashes: Sequence[int]) -> dict[int, int]:
+        return _leading(self._held, hashes)
+
+
+def _leading(held: Mapping[int, Container[int]], wanted: Sequence[int]) -> dict[int, int]:
+    """How many of what is wanted, from the first on, each engine holds; engines with none are left out."""
+    found = {}
+    for engine, has in held.items():
+        if blocks := next((place for place, one in enumerate(wanted) if one not in has), len(wanted)):
+            found[engine] = blocks
+    return found
+
+
+def contents_of(batches: Iterable[ev.KVEventsReceived]) -> dict[int, int]:
+    """By hash id, the keyed hash of the tokens up to the end of the block, as far as it was recorded."""
+    return {
+        hash_id: content
+        for batch in batches
+        for row in batch_rows(batch)
+        for hash_id, content in zip(row.ids, row.contents, strict=False)
+        if content
+    }
+
+
+# --- How exact a router's index of one engine is that is kept from KV events: since when, and what it
+# lacks.
+#
+# Exact is an index that has every store and removal since the engine began, or since its cache was last
+# reset. What it lacks by its own rules (it can't name a block, or counts it wrongly) is counted beside
+# that.
+
+LACKS = {
+    "reported-twice": "stores of blocks that were cached already: an index that counts blocks promises them "
+    "after their removal",
+    "other-size": "blocks of another size than the engine's: they match no prompt",
+    "unknown-parent": "blocks whose parent is not in the index: a tree refuses them",
+    "keyed": "blocks with a salt, an adapter or an image: an index of tokens gives them to other prompts",
+    "next-token": "blocks whose hash covers the next token: an index of tokens gives them to prompts that "
+    "differ there",
+    "other-groups": "blocks of other KV cache groups: a hit needs them, an index of tokens does not",
+    "other-tiers": "blocks in other tiers, or of other engines: they are not in the index",
+}
+"""What an index can lack, in words. All are blocks."""
+
+
+class IndexState(msgspec.Struct):
+    """Of one engine's KV events. Times are Unix times at which batches were published; 0.0: never."""
+
+    first: float = 0.0
+    """The first batch."""
+    cleared: float = 0.0
+    """The last reset of the cache."""
+    lost: float = 0.0
+    """The last batch before which some were lost."""
+    lacks: dict[str, int] = {}
+
+    @property
+    def exact_since(self) -> float | None:
+        """Since when the index is exact; None: it is not."""
+        if not self.first or self.cleared < self.lost:
+            return None
+        return self.cleared if self.lost else self.first
+
+    def take(self, batch: ev.KVEventsReceived, held: Container[int], group: int, block_tokens: int) -> None:
+        """Take a batch of the engine whose followed ``group`` has blocks of so many tokens.
+
+        ``held``: the hash ids that the index holds before the batch.
+        """
+        self.first = self.first or batch.published_seconds
+        before: set[int] = set()
+        for row in batch_rows(batch):
+            if row.kind == CLEARED:
+                self.cleared = batch.published_seconds
+                continue
+            blocks = len(row.ids)
+            if row.tier not in ("", GPU):
+                self._lack("other-tiers", blocks * (row.kind == ev.STORED))
+            elif row.kind == ev.STORED:
+                other = row.group not in (-1, group)
+                self._lack("other-groups", blocks * other)
+                self._lack("other-size", blocks * (not other and row.block_tokens != block_tokens))
+                known = not row.parent or row.parent in held or row.parent in before
+                self._lack("unknown-parent", blocks * (not known))
+                self._lack("keyed", blocks * bool(row.flags & ev.KEYED))
+                self._lack("next-token", blocks * bool(row.flags & ev.LOOKAHEAD))
+                before.update(row.ids)
+
+    def _lack(self, what: str, blocks: int) -> None:
+        if blocks:
+            add_tokens(self.lacks, what, blocks)
+
 
 NEVER_STORED = "never-stored"
 EVICTED = "evicted-since"

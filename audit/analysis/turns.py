@@ -22,7 +22,8 @@ from ..bounded_tables import keep_newest, take_oldest
 from ..events import Event
 from ..figures.sums import Sums, add_tokens
 from ..ledger.blocks.contents import Change as PoolChange
-from .block_trace import (
+from .cache_misses import Group, lacking
+from .trace_reader import (
     ADMIT,
     AFTER_WEIGHTS,
     CACHED,
@@ -34,10 +35,9 @@ from .block_trace import (
     Change,
     RecordedRequest,
     TraceLife,
+    TraceReader,
     put,
 )
-from .group_boundaries import Group, lacking
-from .trace_reader import TraceReader
 
 MOST_BLOCKS = 1 << 20
 """Blocks of past turns, and blocks that left the cache, that are remembered; the oldest are forgotten."""

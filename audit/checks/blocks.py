@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..causes import NEVER_LOADED, NOT_PLANNED
-from ..ledger.blocks.isolation import ADAPTER, INPUT, SALT
+from ..ledger.blocks.ledger import ADAPTER, INPUT, SALT
 from ..ledger.blocks.pool import DEFERRED, PIN
 from ..ledger.blocks.reads import (
     ABSENT,

@@ -22,8 +22,8 @@ from .. import temporary
 from ..traffic.driver import Driver
 from ..traffic.engine_setup import EngineSetup
 from .connector_classes import Connector
-from .observed_engines import ObservedEngines
 from .scorecard import describe_exception, quiet, versions
+from .worker import ObservedEngines
 
 BLOCK = 16
 DIFFERS = range(BLOCK, 2 * BLOCK)

@@ -33,8 +33,8 @@ from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..ledger.account import Account
 from .connector_classes import FOLDER, RECIPES, Connector, find_connector
-from .observed_engines import ObservedEngines
 from .situations import SITUATIONS, Situation
+from .worker import ObservedEngines
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke", "inherited"]
 PACKAGES = ("lmcache", "mooncake", "nixl")

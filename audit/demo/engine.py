@@ -24,7 +24,7 @@ from .. import temporary
 from ..planted.fault import PlantedFault, planted
 from . import workload
 from .model import write_model
-from .process import output_to, settle_environment, share_bytecode
+from .run import output_to, settle_environment, share_bytecode
 
 COUNTER_WORDS = ("prompt", "cache", "preempt", "external", "generation")
 """RESULT.json has every counter with one of these in its name."""

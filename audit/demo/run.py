@@ -14,9 +14,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .. import temporary
 from ..analysis.source_differences import (
@@ -30,14 +31,13 @@ from ..analysis.source_differences import (
 )
 from ..causes import UNEXPLAINED
 from ..errors import LedgerError
-from ..journal.folder import read
+from ..journal.host_folders import read
 from ..ledger.account import Account
 from ..planted.fault import PlantedFault
 from ..replay.find import JOURNAL
 from ..replay.journals import Audit, RequestStatement, audit_paths, statement
 from ..replay.observers import KeptAccounts
-from .lookups import LookupReport
-from .workload import INJECTIONS
+from .workload import INJECTIONS, LookupReport
 
 Progress = Callable[[int, int], None]
 """Called with the numbers of finished and of all requests; first with (0, 0), when the engine starts."""
@@ -289,3 +289,53 @@ def between_reported_and_counters(
     if left:
         add_difference(differences, UNEXPLAINED, left, 0)
     return differences
+
+
+# --- Prepares a process for a repeatable engine run, before vLLM is imported.
+#
+# Here: environment variables, bytecode, and where output goes. Not here: the engine.
+
+
+def settle_environment(*, in_process: bool) -> None:
+    """Set the environment variables that vLLM reads when it is imported."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",  # one order of summation, so that digests are comparable
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+def share_bytecode(folder: Path) -> None:
+    """Keep bytecode in `folder` if this process writes none, because EngineCore imports everything again.
+
+    Compiling vLLM and its dependencies takes ten seconds per process.
+    """
+    torch = importlib.util.find_spec("torch")
+    kept = torch and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists()
+    if sys.dont_write_bytecode and not kept:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+
+
+@contextmanager
+def output_to(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
+    """Redirect this process's output, and its children's, to `log`; yields the original outputs."""
+    with (
+        os.fdopen(os.dup(1), "w") as stdout,
+        os.fdopen(os.dup(2), "w") as stderr,
+        log.open("wb") as sink,
+    ):
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield stdout, stderr
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)

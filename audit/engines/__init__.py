@@ -14,12 +14,10 @@ from ..hooks import EngineMismatch, check
 from .connector_metadata import metadata_readers
 from .pool.requirements import differences as pool_differences
 from .sglang.observer import NO_OWNERS, SGLangObserver
-from .source_files import HostSource, read
+from .source_files import HostSource, bare_scheduler, engine_core, engine_processes, read
 from .v0.observer import V0Observer
 from .v1_since_0_27 import V1Observer
-from .v1_until_0_19 import V1Observer017, V1Observer018
-from .v1_until_0_26 import V1Observer020, V1Observer026
-from .vllm_classes import bare_scheduler, engine_core, engine_processes
+from .v1_until_0_26 import V1Observer017, V1Observer018, V1Observer020, V1Observer026
 
 __all__ = [
     "ADAPTERS",

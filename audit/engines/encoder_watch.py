@@ -11,7 +11,7 @@ from typing import Any
 from .. import events as ev
 from ..hooks import EngineMismatch, Hook, Hooks
 from .observer import Observer
-from .pool.isolation import IsolationClasses
+from .pool.requirements import IsolationClasses
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "check_and_update_cache", (("request", "input_id"),), after="checked"),

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 from .. import events as ev
 from ..hooks import Hook, Hooks
 from ..text import failure
+from .configuration import GROUP, SESSION, LabelReader, pattern
 from .connectors.scheduler_side import ConnectorWatch
 from .connectors.worker_side import WorkerWatch
 from .content.attached import AttachedContent
-from .pool.isolation import IsolationClasses
 from .pool.pool_watch import PoolWatch
-from .request_labels import GROUP, SESSION, LabelReader, pattern
+from .pool.requirements import IsolationClasses
 from .step_log import Sink, StepLog
 from .weights_watch import WeightsWatch
 

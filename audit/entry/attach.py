@@ -10,12 +10,16 @@ wrapped attribute. What :mod:`kvledger.exporters.notebook` adds are the answers 
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -27,17 +31,19 @@ from ..engines import LEVELS, choose, host_version, is_sglang
 from ..engines.content.attached import worker_of
 from ..engines.v1_since_0_27 import V1Observer
 from ..errors import LedgerError
-from ..events import Event, Gap
+from ..events import AnyEvent, Event, Gap
 from ..figures.totals import Totals
 from ..hooks import EngineMismatch
-from ..journal.memory_recorder import MemoryRecorder, write_journal
+from ..journal.recorder import MemoryRecorder, write_journal
 from ..journal.writer import JournalWriter
 from ..ledger.account import Account, AccountStatement
 from ..ledger.ledger import Ledger
-from ..pool_calls import AnyEvent
 from ..release_semantics import release
 from ..replay.find import pick_request
 from .weights import WeightsOfRequest, weights_of_request
+
+if TYPE_CHECKING:
+    from ..journal.recorder import Recorder
 
 Kind = TypeVar("Kind", bound="LiveAudit")
 
@@ -252,3 +258,22 @@ def _scheduler_of(target: Any) -> Any:
             "the plugin by setting KVLEDGER_DIR."
         )
     return scheduler
+
+
+# --- Recorders with new journals in ``$KVLEDGER_DIR``, for the plugin.
+
+logger = logging.getLogger("kvledger")
+
+_counter = itertools.count()
+
+
+def recorder_in_folder(prefix: str) -> Recorder:
+    """A recorder with a new journal in ``$KVLEDGER_DIR``, after old journals have made room for it."""
+    from ..journal.catalogue import limits, make_room
+    from ..journal.recorder import Recorder
+
+    name = f"{prefix}-{time.time_ns() // 1_000_000}-{os.getpid()}-{next(_counter)}"
+    folder, bounds = Path(os.environ["KVLEDGER_DIR"]), limits()
+    for removed in make_room(folder, bounds.folder_bytes):
+        logger.info("kvledger removed the journal of an ended engine, %s", removed.name)
+    return Recorder(folder / name, bounds)

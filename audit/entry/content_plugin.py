@@ -44,8 +44,8 @@ def observe_contents(worker: Any) -> object | None:
 
     try:
         from ..engines import host_version
-        from ..engines.content.worker import ContentObserver
-        from .recorders import recorder_in_folder
+        from ..engines.content.attached import ContentObserver
+        from .attach import recorder_in_folder
 
         recorder = recorder_in_folder("worker")
         observer = ContentObserver(worker, recorder, host_version())

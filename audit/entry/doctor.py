@@ -23,11 +23,9 @@ from ..engines.content.layout import CHECKED_SPECS, STATES
 from ..engines.source_files import cache_declarations
 from ..errors import LedgerError
 from ..events import ContentWatched
-from ..faults.listing import KnownOfRelease, of_release
-from ..faults.releases import Product
+from ..faults.catalogue import KnownOfRelease, Product, of_release
 from ..hooks import EngineMismatch
-from ..journal.catalogue import ENGINE, WORKER, Catalogue
-from ..journal.listing import content_watch
+from ..journal.catalogue import ENGINE, WORKER, Catalogue, content_watch
 from ..release_semantics import limits, meanings
 from ..replay.journal_parts import engine_of
 

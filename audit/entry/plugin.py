@@ -16,16 +16,21 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import parent_process
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import engine_end
-from .recorders import recorder_in_folder
+from .attach import recorder_in_folder
 from .variables import PREFIX, unknown
 
 if TYPE_CHECKING:
     from ..events import Setting
+
 logger = logging.getLogger("kvledger")
 vllm_logger = logging.getLogger("vllm.kvledger")
 """Below vLLM's own logger, so that operators see its lines among the engine's. SGLang has a root logger."""
@@ -134,7 +139,7 @@ def _observe_workers() -> None:
 
 def _see_workers() -> None:
     """See each worker that this process makes, once it has its KV caches."""
-    from ..engines.vllm_classes import worker_wrapper
+    from ..engines.source_files import worker_wrapper
 
     wrapper = worker_wrapper()
     original = wrapper.initialize_from_config
@@ -154,8 +159,7 @@ def _see_workers() -> None:
 def _see_worker(worker: Any) -> None:
     """Observe the weights of a worker, and at level ``content`` its blocks."""
     from ..engines import host_version
-    from ..engines.weights_watch import worker_made
-    from ..engines.worker_weights import WorkerCalls
+    from ..engines.weights_watch import WorkerCalls, worker_made
 
     is_content = os.environ.get("KVLEDGER_LEVEL") == "content"
     worker_made(worker)
@@ -255,3 +259,36 @@ def observe(scheduler: Any) -> object | None:
     except Exception as error:  # serving goes on unobserved
         logger.warning("kvledger is off: %s: %s", type(error).__name__, error)
         return None
+
+
+# --- Calls a function once certain modules are imported, however late.
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls ``imported`` after each import of one of these modules, until :meth:`end`."""
+
+    def __init__(self, names: Iterable[str], imported: Callable[[], None]) -> None:
+        self._names = frozenset(names)
+        self._imported = imported
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's usual spec, whose loader calls ``imported`` at last; None for other modules."""
+        spec = PathFinder.find_spec(name, path, target) if name in self._names else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._imported()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def end(self) -> None:
+        """Watch no further imports."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)

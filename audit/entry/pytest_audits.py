@@ -18,10 +18,10 @@ from typing import Any
 from ..checks.auditor import Auditor, Found, Listed
 from ..checks.coverage import ledger_coverage
 from ..checks.registry import Violation
-from ..engines.pool.manager_observer import ManagerObserver
+from ..engines.pool.pool_watch import ManagerObserver
 from ..events import Event, HookFailed
 from ..figures.totals import Totals
-from ..journal.memory_recorder import MemoryRecorder, write_journal
+from ..journal.recorder import MemoryRecorder, write_journal
 from ..ledger.account import AccountStatement
 from ..replay.find import pick_request
 

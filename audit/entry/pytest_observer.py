@@ -22,12 +22,12 @@ from ..checks.auditor import Found
 from ..checks.registry import Violation
 from ..engines import blocks_out_of_reach, choose, host_version
 from ..engines.content.attached import worker_of
-from ..engines.pool.manager_observer import ManagerObserver
+from ..engines.pool.pool_watch import ManagerObserver
 from ..engines.v1_since_0_27 import V1Observer
-from ..journal.memory_recorder import MemoryRecorder
+from ..journal.recorder import MemoryRecorder
 from ..repro.assertions import refusal
-from .first_step import FirstStep
-from .import_watch import ImportWatch
+from .engine_end import FirstStep
+from .plugin import ImportWatch
 from .pytest_audits import AuditedInstance, KeptJournals, TestAudits
 from .pytest_settings import (
     ALLOWED,

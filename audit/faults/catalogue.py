@@ -5,16 +5,125 @@ A file's name is the fault's id. A file that has an unknown field, or a value of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Literal
 
 import msgspec
 
+from ..errors import LedgerError
+from ..release_semantics import release
 from . import conditions
-from .releases import EXAMINED, NAMES, Affected, Product
+from .conditions import Settings, sentence, unmet
+
+# --- Which releases were examined, and whether one of them has a fault.
+
+Product = Literal["vllm", "lmcache", "sglang"]
+NAMES: dict[str, str] = {"vllm": "vLLM", "lmcache": "LMCache", "sglang": "SGLang"}
+
+EXAMINED: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        *("0.9.1", "0.9.2", "0.10.2", "0.12.0", "0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1"),
+        *("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
+        "0.33.0",
+    ),
+    "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.4", "0.5.6", "0.5.7rc2"),
+    "sglang": (
+        *("0.5.3", "0.5.3.post3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13"),
+        *("0.5.20", "0.5.23"),
+    ),
+}
+"""The releases whose scheduler was driven, oldest first: those of the matrix (``scripts/releases.py``), and
+earlier ones that are no longer observed."""
+
+POSTS = ("sglang",)
+"""Products whose post-releases are releases of their own. Those of vLLM's builds have the same scheduler."""
+
+State = Literal["has", "may have", "free"]
+"""``may have``: the release lies between one with the fault and one without, and was not examined."""
+
+
+class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The releases that have a fault.
+
+    ``first`` and ``last`` are known to have it; no ``last``: the newest examined release has it. ``fixed``:
+    the first release known to be without it. ``also``: single releases before ``first`` that have it.
+    ``read``: those of these releases that are not in the matrix; their sources were read. ``note``: what
+    the numbers do not say.
+    """
+
+    first: str
+    last: str = ""
+    fixed: str = ""
+    also: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    note: str = ""
+
+    def state(self, product: Product, version: str) -> State:
+        """Whether a release of the examined range has the fault."""
+        order = partial(_order, product)
+        number, first = order(version), order(self.first)
+        if version in self.also or number in map(order, self.also):
+            return "has"
+        if number < first:
+            older = [each for each in map(order, EXAMINED[product]) if each < first]
+            is_sharp = self.first in self.read or not older or number <= older[-1]
+            return "free" if is_sharp else "may have"
+        if not self.last or number <= order(self.last):
+            return "has"
+        return "may have" if self.fixed and number < order(self.fixed) else "free"
+
+    @property
+    def span(self) -> str:
+        """``0.12.0 to 0.20.0``."""
+        if not self.last:
+            return f"{self.first} and later"
+        return f"{self.first} to {self.last}" if self.last != self.first else self.first
+
+    @property
+    def words(self) -> str:
+        """``0.12.0 to 0.20.0, fixed in 0.22.1``."""
+        return f"{self.span}, fixed in {self.fixed}" if self.fixed else self.span
+
+
+def _order(product: Product, version: str) -> tuple[int, ...]:
+    """What orders the releases of a product: ``(0, 5, 3, 3)`` for SGLang's 0.5.3.post3."""
+    post = re.search(r"\.post([0-9]{1,9})", version) if product in POSTS else None
+    return (*release(version), *([int(post[1])] if post else ()))
+
+
+def checked(product: Product, version: str) -> str:
+    """The release itself; raises :class:`LedgerError` if it is none, or if nothing is known of it."""
+    if not re.fullmatch(r"\d+(\.\d+)+([-._]?[a-z]+\d*)*(\+[a-z0-9.]+)?", version):
+        example = EXAMINED[product][-1]
+        raise LedgerError(f"{version!r} is no release of {NAMES[product]}; write it as in {example}")
+    if why := outside(product, version):
+        raise LedgerError(why)
+    return version
+
+
+def outside(product: Product, version: str) -> str:
+    """Why nothing is known of a release; empty if it lies in the range of the examined ones."""
+    oldest, newest = EXAMINED[product][0], EXAMINED[product][-1]
+    order = partial(_order, product)
+    if order(oldest) <= order(version) <= order(newest):
+        return ""
+    return f"Nothing is known of {NAMES[product]} {version}: releases from {oldest} to {newest} were examined"
+
+
+def neighbours(product: Product, version: str) -> tuple[str, str] | None:
+    """The examined releases around one that was not examined itself."""
+    order = partial(_order, product)
+    number = order(version)
+    if number in map(order, EXAMINED[product]):
+        return None
+    older = [each for each in EXAMINED[product] if order(each) < number]
+    newer = [each for each in EXAMINED[product] if order(each) > number]
+    return older[-1], newer[0]
+
 
 Kind = Literal["fault", "drift"]
 """``fault``: the engine is wrong. ``drift``: it deliberately counts by a rule that misleads."""
@@ -179,3 +288,241 @@ def known(finding: str, version: str, traits: Collection[str], engine: Product =
         return len(conditions.traits(fault.conditions)), bool(fault.links)
 
     return max(filter(fits, shown_by(finding)), key=needs, default=None)
+
+
+# --- What pages, reproductions and the terminal say of one fault, in the same words.
+
+UNTRACED = "not traced to a place in the code"
+UNCOVERED = "none; no invariant covers it"
+
+
+def facts(fault: Fault) -> Iterator[tuple[str, str]]:
+    """What is known of a fault besides its sentences: the fact's name, and what it is."""
+    note = f" ({fault.releases.note})" if fault.releases.note else ""
+    yield f"Releases of {fault.project}", fault.span + note
+    if fault.condition:
+        yield "Condition", fault.condition.removeprefix("if ")
+    yield "Harm", HARMS[fault.harms]
+    yield "Where", fault.where or UNTRACED
+    found = " or ".join(f"`{each}`" for each in fault.findings)
+    yield "Finding", (found + " (a drift)" if fault.kind == "drift" else found) if found else UNCOVERED
+
+
+def level_of(finding: str) -> str:
+    """The lowest level of observation at which an invariant is checked: tokens, blocks or content."""
+    family = finding.partition("/")[0]
+    return family if family in ("blocks", "content") else "tokens"
+
+
+# --- What is known of a release, or of all: the faults that it has, the worst first.
+
+
+class KnownFault(msgspec.Struct, frozen=True):
+    """A fault of a release. ``condition``: what must hold besides the engine's known settings.
+
+    ``state``: ``has``, or ``may have`` where the release was not examined and its neighbours differ.
+    ``links``: upstream's reports and fixes.
+    """
+
+    product: Product
+    id: str
+    kind: Kind
+    title: str
+    state: State
+    condition: str
+    harms: str
+    releases: str
+    first: str
+    last: str
+    fixed: str
+    findings: tuple[str, ...]
+    links: tuple[str, ...]
+
+
+class KnownOfRelease(msgspec.Struct, frozen=True):
+    """What is known of one release of a product; of all releases where ``release`` is empty.
+
+    ``says``: why nothing is known, or how sure it is; empty if the release itself was examined.
+    """
+
+    product: Product
+    release: str
+    says: str
+    faults: list[KnownFault]
+
+    @property
+    def name(self) -> str:
+        """``vLLM 0.18.1``."""
+        return f"{NAMES[self.product]} {self.release}".rstrip()
+
+    @property
+    def is_examined(self) -> bool:
+        """Whether anything is known of the release."""
+        return not self.release or not outside(self.product, self.release)
+
+    def of_kind(self, kind: Kind) -> list[KnownFault]:
+        """Its faults, or its drifts."""
+        return [fault for fault in self.faults if fault.kind == kind]
+
+
+def of_release(product: Product, version: str, settings: Settings | None = None) -> KnownOfRelease:
+    """The faults of a release, without those that an engine's settings rule out."""
+    if why := outside(product, version):
+        return KnownOfRelease(product, version, f"{why}.", [])
+    rows = []
+    for fault in _worst_first(product):
+        state, left = fault.releases.state(product, version), unmet(fault.conditions, settings or {})
+        if state != "free" and left is not None:
+            rows.append(_row(fault, state, sentence(left)))
+    return KnownOfRelease(product, version, _how_sure(product, version), rows)
+
+
+def of_all(product: Product) -> KnownOfRelease:
+    """The faults of every release."""
+    rows = [_row(fault, "has", fault.condition) for fault in _worst_first(product)]
+    return KnownOfRelease(product, "", "", rows)
+
+
+def _worst_first(product: Product) -> Iterable[Fault]:
+    of_product = (fault for fault in catalogue().values() if fault.product == product)
+    harms = list(HARMS)
+    return sorted(of_product, key=lambda fault: (fault.kind == "drift", harms.index(fault.harms), fault.id))
+
+
+def _row(fault: Fault, state: State, condition: str) -> KnownFault:
+    spans = fault.releases
+    return KnownFault(
+        product=fault.product,
+        id=fault.id,
+        kind=fault.kind,
+        title=fault.title,
+        state=state,
+        condition=condition,
+        harms=fault.harms,
+        releases=fault.span,
+        first=spans.first,
+        last=spans.last,
+        fixed=spans.fixed,
+        findings=fault.findings,
+        links=fault.links,
+    )
+
+
+def _how_sure(product: Product, version: str) -> str:
+    around = neighbours(product, version)
+    if around is None:
+        return ""
+    return (
+        f"{NAMES[product]} {version} itself was not examined. It is assumed to have what {around[0]} and "
+        f"{around[1]} have, and may have what one of them has."
+    )
+
+
+# --- Rules of the scheduler that differ from release to release, one file of ``rules/`` each.
+#
+# A rule is no fault: the engine does what it is meant to do, and its figures change with it. A file's name
+# is the rule's id. A file that has an unknown field, or a value of a wrong type, is not read.
+
+
+class Switch(Strict, frozen=True, kw_only=True):
+    """The setting that turns a rule off, by vLLM's name; its default in releases with the rule; and the value
+    with which the rule does nothing."""
+
+    setting: str
+    default: bool | int | float | str | None
+    off: bool | int | float | str | None
+
+
+class ReleaseRule(Strict, frozen=True, kw_only=True):
+    """One rule. ``id`` is the name of its file.
+
+    ``title``: what the scheduler does, in one line. ``says``: one sentence each. ``where``: the code.
+    ``conditions``: words of :mod:`.conditions`, all of which must hold. ``settings``: the settings that it
+    depends on, by vLLM's names. ``switch``: None: no setting turns it off.
+    """
+
+    id: str = ""
+    title: str
+    says: tuple[str, ...]
+    where: str
+    releases: Affected
+    conditions: tuple[str, ...] = ()
+    settings: tuple[str, ...]
+    switch: Switch | None = None
+    links: tuple[str, ...]
+
+    def holds_in(self, version: str) -> bool:
+        """Whether a release is known to have it; one that was not examined is not, if its neighbours
+        differ."""
+        return self.releases.state("vllm", version) == "has"
+
+    @property
+    def named_links(self) -> list[tuple[str, str]]:
+        """Each link with its short name, such as ``vLLM#42656``."""
+        return [(short_name(link), link) for link in self.links]
+
+    @property
+    def span(self) -> str:
+        """The releases that have it."""
+        if self.releases.first == EXAMINED["vllm"][0] and not self.releases.last:
+            return f"all releases since {self.releases.first}"
+        return self.releases.span
+
+
+@cache
+def release_rules() -> dict[str, ReleaseRule]:
+    """Every rule by its id, in the order of the ids."""
+    return {id: msgspec.structs.replace(read_rules(file), id=id) for id, file in files_by_id("rules")}
+
+
+def read_rules(file: bytes) -> ReleaseRule:
+    """The rule in a file; raises :class:`msgspec.ValidationError` if it is not valid."""
+    return msgspec.json.decode(file, type=ReleaseRule)
+
+
+def begun(before: str, after: str, settings: Mapping[str, object]) -> list[ReleaseRule]:
+    """The rules that ``after`` has and ``before`` does not, without those that an engine's settings rule
+    out."""
+    return [rule for rule in _possible(settings) if rule.holds_in(after) and not rule.holds_in(before)]
+
+
+def _possible(settings: Mapping[str, object]) -> Iterable[ReleaseRule]:
+    for rule in release_rules().values():
+        if conditions.unmet(rule.conditions, settings) is not None:
+            yield rule
+
+
+def by_switch() -> dict[str, ReleaseRule]:
+    """The rules that a setting turns off, by the setting."""
+    return {rule.switch.setting: rule for rule in release_rules().values() if rule.switch is not None}
+
+
+# --- the page -------------------------------------------------------------------------------------------
+
+HEADING = "## Rules of the releases\n"
+_PROSE = """
+Each is a file of `audit/faults/rules/`, read in the code of the released versions. *Since* is the first
+release of the matrix that has the rule. A setting turns it off where one is named.
+"""
+
+
+def replaced(page: str) -> str:
+    """``page`` with the table of the rules below its prose."""
+    rows = sorted(release_rules().values(), key=lambda rule: (release(rule.releases.first), rule.id))
+    parts = [_described(rule) for rule in rows]
+    return page.partition(HEADING)[0] + HEADING + _PROSE + "\n" + "\n\n".join(parts) + "\n"
+
+
+def _described(rule: ReleaseRule) -> str:
+    off = rule.switch and f"`{rule.switch.setting}={rule.switch.off}`"
+    facts = [
+        ("Since", rule.releases.first + (f", until {rule.releases.last}" if rule.releases.last else "")),
+        ("Where", rule.where),
+        ("Condition", conditions.sentence(rule.conditions).removeprefix("if ")),
+        ("Depends on", ", ".join(f"`{name}`" for name in rule.settings)),
+        ("Turned off by", off or "no setting"),
+        ("Sources", ", ".join(f"[{name}]({link})" for name, link in rule.named_links)),
+    ]
+    lines = [f"- {name}: {fact}" for name, fact in facts if fact]
+    title = rule.title[0].upper() + rule.title[1:]
+    return "\n".join((f"### {rule.id}", "", f"{title}. {' '.join(rule.says)}", "", *lines))

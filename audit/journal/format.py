@@ -26,8 +26,7 @@ from zlib import crc32
 import msgspec
 
 from ..errors import JournalError
-from ..events import SCHEMA
-from ..pool_calls import AnyEvent
+from ..events import SCHEMA, AnyEvent
 from .safe_open import NotAFile, open_file, reading
 
 MAGIC = b"kvledger journal "

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import events as ev
-from .. import pool_calls
 
 LARGEST = 1 << 53
 """The largest length, count or number of tokens that an event may hold."""
@@ -109,7 +108,7 @@ _table_rows = _row_layout(header=4, per_item=1)
 _hit_rows = _row_layout(header=4, per_item=2)
 
 
-def _references(event: pool_calls.BlocksTouched | pool_calls.BlocksFreed) -> str:
+def _references(event: ev.BlocksTouched | ev.BlocksFreed) -> str:
     if len(event.blocks) != len(event.references):
         return f"{len(event.blocks)} blocks have {len(event.references)} reference counts"
     return ""
@@ -332,10 +331,10 @@ _CHECKS: dict[type[ev.Event], Check] = {
     ev.EncoderInputsSeen: _encoder_inputs,
     ev.EncoderCacheSeen: _encoder_cache,
     ev.EncoderCacheUsed: _encoder_used,
-    pool_calls.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
-    pool_calls.BlocksTouched: _references,
-    pool_calls.BlocksFreed: _references,
-    pool_calls.TablesReported: lambda event: _table_rows("rows", event.rows),
+    ev.BlocksAllocated: lambda event: _allocated_rows("rows", event.rows),
+    ev.BlocksTouched: _references,
+    ev.BlocksFreed: _references,
+    ev.TablesReported: lambda event: _table_rows("rows", event.rows),
     ev.Gap: _counts("lost_events", least=-1),
     ev.RequestAdded: _request_added,
     ev.Extended: _extended,

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from ..events import Event, Gap, Snapshot
-from ..pool_calls import AnyEvent
+from ..events import AnyEvent, Event, Gap, Snapshot
 from .format import (
     FILE_MODE,
     HEADER,

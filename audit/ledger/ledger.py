@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 from .. import events as ev
 from ..causes import END_UNSEEN, NOT_HIT
+from ..events import AnyEvent
 from ..figures.totals import Totals
-from ..pool_calls import AnyEvent
 from .account import Account, AccountStatement
 from .accounts import (
     activate_all,

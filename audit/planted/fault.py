@@ -2,7 +2,7 @@
 
 Most faults change a few tokens in the source of one function. The changed source is compiled in the module of
 the function and put in its place, on its class or in its module. The others wrap methods, because they write
-wrong bytes into the KV cache (contents.py). Not here: the faults themselves (table.py).
+wrong bytes into the KV cache. Not here: the faults themselves (table.py).
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ..analysis.costs import CostCounters
 from ..analysis.source_differences import EngineCounters
-from ..analysis.step_limits import StepLimits
-from ..analysis.step_times import StepSums
+from ..analysis.step_times import StepLimits, StepSums
 from ..analysis.turns import TurnCounts
 from ..checks.registry import Violation
 from ..journal.reader import Batch, Reader

@@ -19,6 +19,7 @@ from ..checks.auditor import Found, Verdict, together
 from ..checks.coverage import Coverage, of_all
 from ..checks.registry import Violation
 from ..client_ids import rank
+from ..events import AnyEvent
 from ..figures.totals import Totals
 from ..journal.host_folders import journal_name
 from ..journal.reader import Position
@@ -26,7 +27,6 @@ from ..ledger.account import Account, AccountStatement, Line
 from ..ledger.content_postings import DIGITS, differences
 from ..ledger.entries import ContentTransfer, Entry
 from ..ledger.ledger_state import VERSIONS_KEPT, ForeignLoad, Stored, Watch
-from ..pool_calls import AnyEvent
 from ..text import shown_id, utc
 from .engine_audit import EngineAudit, ObserverKind
 from .find import journals_at, pick_request, pick_requests

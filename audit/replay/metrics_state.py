@@ -20,7 +20,7 @@ from ..bounded_tables import keep_newest
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
 from ..client_ids import has_random_suffix, part_of
 from ..figures.declared import BY_NAME, FIGURES
-from ..figures.labels import GROUPED, value_of
+from ..figures.figure import GROUPED, value_of
 from ..figures.sums import NoSum, Sums
 from ..figures.totals import Totals
 from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
@@ -93,7 +93,7 @@ class Distribution(Sums):
 # A transfer that the router asked for is marked in the request. Where prefill and decode engines share a
 # store, nothing marks the request of the decode engine, and a router may also send it a prompt that no
 # prefill engine had. So it waits here until a prefill engine of the same model has, or has not, a request of
-# the same call, prompt, sample and length (``prompt_pairs.py``).
+# the same call, prompt, sample and length (``request_traces.py``).
 
 
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"

@@ -8,9 +8,17 @@ from typing import Any
 
 from ..analysis.costs import CostCounters, CostTally
 from ..analysis.source_differences import Reconciliation
-from ..analysis.step_limits import LOAD_HANDLERS, StepLimits, StepLimitState
 from ..analysis.step_model import StepModel, fit
-from ..analysis.step_times import FAR, STEP_HANDLERS, StepSample, StepSums, StepTimes
+from ..analysis.step_times import (
+    FAR,
+    LOAD_HANDLERS,
+    STEP_HANDLERS,
+    StepLimits,
+    StepLimitState,
+    StepSample,
+    StepSums,
+    StepTimes,
+)
 from ..analysis.store_return import STORE_EVENTS, LoadsByTier, StoreContents
 from ..analysis.trace_reader import TRACE_EVENTS
 from ..analysis.turns import LiveTurnState, TurnCounts

@@ -12,10 +12,22 @@ from pathlib import Path
 
 import msgspec
 
-from ..analysis.index_state import IndexState
-from ..analysis.routed_cache import OpenRequest, RecentCounts, RoutedCache
-from ..analysis.router_index import Index, contents_of
-from ..analysis.routing import Contents, EngineSide, RoutedRequest, Routing, Row, Sides, before_of, row_of
+from ..analysis.routing import (
+    Contents,
+    EngineSide,
+    Index,
+    IndexState,
+    OpenRequest,
+    RecentCounts,
+    RoutedCache,
+    RoutedRequest,
+    Routing,
+    Row,
+    Sides,
+    before_of,
+    contents_of,
+    row_of,
+)
 from ..client_ids import client_names
 from ..errors import JournalError, LedgerError
 from ..events import EngineStarted, EngineStopped, Event, KVEventsReceived
@@ -41,9 +53,9 @@ from ..ledger.kv_events import (
 )
 from ..text import counted
 from .engine_audit import EngineAudit
+from .find import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside, same_port
 from .journal_parts import engine_of
 from .parallel import attempting, whole_ones
-from .recordings import AFTER_END_SECONDS, Neighbours, identity_of, incomparable, recordings_beside, same_port
 
 FORGET_SECONDS = 600.0
 """What the cache of an engine held is forgotten so long after its end."""

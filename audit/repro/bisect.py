@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import LedgerError
 from ..release_semantics import release as parsed
-from . import confined
+from . import workers
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of the package; in a checkout, that of the repository."""
@@ -86,11 +86,11 @@ def bisect(
 def run_file(
     file: Path,
     environment: Environment,
-    limit: float = confined.LIMIT_SECONDS,
+    limit: float = workers.LIMIT_SECONDS,
     importable: Sequence[str | Path] = (),
 ) -> Run:
-    """Run the file once, confined. ``importable``: as :func:`confined.run` has it."""
-    ended = confined.run([*environment.command, str(file.resolve())], limit, importable)
+    """Run the file once, workers. ``importable``: as :func:`workers.run` has it."""
+    ended = workers.run([*environment.command, str(file.resolve())], limit, importable)
     if ended.code is None:
         return Run(environment.release, "error", f"it did not end within {limit:.0f} s", limit)
     figure = FIGURE.search(ended.out)

@@ -18,10 +18,9 @@ from ..checks.registry import Violation
 from ..events import Event
 from ..ledger.account import Line
 from ..traffic import lmcache
-from ..traffic.driver import Driver, tokens
+from ..traffic.driver import Driver, Observation, tokens
 from ..traffic.driver_v0 import V0Driver, V0Setup
 from ..traffic.engine_setup import EngineSetup, setup_of
-from ..traffic.observation import Observation
 from ..traffic.script import OUT, Check, Request, Segment, Workload
 from . import assertions
 

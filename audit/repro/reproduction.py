@@ -18,9 +18,8 @@ from ..replay.parallel import cores
 from ..traffic.script import Check, Workload
 from . import assertions
 from .choose_finding import Seen, choose
-from .cut_journal import Cut, NotRebuilt, cut
 from .drive import Found, Outcome
-from .rebuild import HIT_OF_UNSEEN, Rebuilt, candidates, engine_of, require_rebuildable
+from .rebuild import HIT_OF_UNSEEN, Cut, NotRebuilt, Rebuilt, candidates, cut, engine_of, require_rebuildable
 from .shrink import Shrinker, renamed
 from .workers import OutOfTime, Pool
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..traffic.driver import FIRST_TOKEN, Driver, ModelStep, Runner
+from ..traffic.driver import FIRST_TOKEN, Driver, ModelStep, Observation, Runner
 from ..traffic.engine_setup import STOP_TOKEN, EngineSetup, build_request, setup_of
-from ..traffic.observation import Observation
 from ..traffic.reader import MOST_DEFERRED, RecordedRequest, Traffic
 from ..traffic.script import Op
 from .rows import Counting, Run

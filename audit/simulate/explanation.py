@@ -25,12 +25,11 @@ import msgspec
 from ..engines.configuration import SCHEDULER
 from ..errors import LedgerError
 from ..events import Setting
+from ..faults.catalogue import ReleaseRule, begun, by_switch
 from ..faults.conditions import unmet
-from ..faults.release_rules import ReleaseRule, begun, by_switch
 from ..traffic.reader import Traffic
 from .processes import same_release
-from .settings import NAMES, NEUTRAL, Variant
-from .study import RECORDED, Calibration, Outcome, Study
+from .study import NAMES, NEUTRAL, RECORDED, Calibration, Outcome, Study, Variant
 
 ORDER = (*NAMES, *SCHEDULER)
 """Settings in the order in which they are changed, by vLLM's names."""

@@ -15,8 +15,7 @@ from ..errors import LedgerError
 from ..events import Setting
 from ..replay.request_traces import TracedRequest, traced_requests
 from ..traffic.reader import HASH, RecordedRequest, Traffic
-from .settings import NAMES
-from .study import Source
+from .study import NAMES, Source
 
 ASSUMED: dict[str, Setting] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "async_scheduling": False}
 """Settings that a trace does not have, by vLLM's names; those of a GPU server of vLLM 0.32."""

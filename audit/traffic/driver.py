@@ -14,6 +14,8 @@ Doubt: the scheduler pads the drafts of a request that had none with -1, and a r
 these. This one accepts none of them unless `accepted` says so.
 """
 
+from __future__ import annotations
+
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,7 +23,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from . import release
+from ..events import Event
+from ..journal.recorder import MemoryRecorder
+from . import engine_setup
 from .engine_setup import STOP_TOKEN, EngineSetup, block_hasher, build_request, build_scheduler
 from .script import Op
 
@@ -60,7 +64,7 @@ class ModelStep:
     """Requests that this step admits or resumes; their drafts are padding."""
 
     @classmethod
-    def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> "ModelStep":
+    def of(cls, scheduled: Any, requests: Mapping[str, Any]) -> ModelStep:
         """Read a step; call this right after `schedule()`, before the requests change."""
         unsampled = frozenset(
             name
@@ -100,7 +104,7 @@ class Runner:
         self._random = random.Random(seed)
         self._answers = 0
         """How many tokens were sampled, from which the next one is made."""
-        self._output = release.output_maker()
+        self._output = engine_setup.output_maker()
         self._pooled: Any = torch.zeros(1)
 
     def answer(self, step: ModelStep, requests: Mapping[str, Any], accepted: Accepted) -> Any:
@@ -147,7 +151,7 @@ class Runner:
         self.loading -= received
         sent = set(held if report.finished_sending == "all" else report.finished_sending)
         held -= sent
-        release.report_transfers(
+        engine_setup.report_transfers(
             answer,
             finished_sending=sent,
             finished_recving=received,
@@ -290,7 +294,7 @@ class Driver:
         `drop`: whether its output in flight is dropped; by default what the connector asks for.
         """
         request = self.scheduler.requests[request_id]
-        release.preempt(self.scheduler, request, drop)
+        engine_setup.preempt(self.scheduler, request, drop)
 
     # Calls of the engine.
 
@@ -313,7 +317,7 @@ class Driver:
             self.runner.transfer(step, TransferReport(**transfers), held, answer)
         drafting = (self.setup.drafts or self.setup.canvas) and not self.setup.asynchronous
         drafts = self.runner.drafts(step) if drafting and step.scheduled.num_scheduled_tokens else None
-        outputs: dict[int, Any] = release.take_output(self.scheduler, step.scheduled, answer, drafts)
+        outputs: dict[int, Any] = engine_setup.take_output(self.scheduler, step.scheduled, answer, drafts)
         if self._record:
             for of_client in outputs.values():
                 for output in of_client.outputs:
@@ -457,3 +461,49 @@ class Driver:
         outputs = self.delivered.get(request_id, ())
         stats = (getattr(output, "prefill_stats", None) for output in outputs)
         return next((each for each in stats if each is not None), None)
+
+
+# --- Observes schedulers in this process as kvledger observes those of engines; events stay in memory.
+
+
+class Observation:
+    """Call it with each scheduler, before its first request.
+
+    ``level`` "": blocks, or tokens where a release's blocks are out of reach. ``clock``: nanoseconds.
+    """
+
+    def __init__(
+        self,
+        level: str = "tokens",
+        *,
+        clock: Callable[[], int] | None = None,
+        sink: MemoryRecorder | None = None,
+        version: str = "",
+    ) -> None:
+        self.level = level
+        self.sink = sink or MemoryRecorder()
+        """Keeps the events until they are taken."""
+        self.schedulers: list[Any] = []
+        """The observed schedulers, in order."""
+        self.observers: list[Any] = []
+        """The observer of each."""
+        self._how: dict[str, Any] = {"version": version} | ({"clock": clock} if clock is not None else {})
+
+    def __call__(self, scheduler: Any) -> None:
+        from ..engines import blocks_out_of_reach, choose, host_version
+
+        self.level = self.level or ("tokens" if blocks_out_of_reach(scheduler) else "blocks")
+        how = {**self._how, "version": self._how["version"] or host_version(), "level": self.level}
+        self.schedulers.append(scheduler)
+        self.observers.append(choose(scheduler)(scheduler, self.sink, **how))
+        self.observers[-1].start()
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        return self.sink.take()
+
+    def stop(self, reason: str = "exit") -> list[Event]:
+        """End the observation; the events that were not taken yet."""
+        for observer in self.observers:
+            observer.stop(reason)
+        return self.take()

@@ -14,10 +14,9 @@ import msgspec
 
 from ...audit import events as ev
 from ...audit.analysis.block_states import STATES, BlockStates, BlockUse, Quantiles
-from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
-from ...audit.analysis.trace_reader import TraceReader
+from ...audit.analysis.trace_reader import Change, RecordedRequest, TraceLife, TraceReader
 from ...audit.analysis.turns import MOST_LIVE_BLOCKS, Past, Turn, TurnReader
-from ...audit.figures.labels import LABELS, is_number
+from ...audit.figures.figure import LABELS, is_number
 from ...audit.ledger.blocks.contents import CONTENT_EVENTS
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window

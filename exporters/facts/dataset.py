@@ -22,9 +22,9 @@ from ...audit.errors import LedgerError
 from ...audit.replay.find import matching_paths
 from ...audit.replay.parallel import Run, here, readable
 from ...audit.replay.windows import EVERYTHING, Window
-from .engine import EngineFacts
 from .kept import files_of, journals_and_sessions
 from .replayed import Replayed, Wanted, replayed
+from .rows import EngineFacts
 from .schema import ENGINES, TABLES
 from .tables import SQL_TYPES, Facts, Files, close, connect, mount
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ...audit.errors import LedgerError
-from ...audit.figures.labels import GROUPED, Label, is_number
+from ...audit.figures.figure import GROUPED, Label, is_number
 from ..trace.groups import NO_MATCH, NO_TIER, TIMES, check, time_name
 from .hours import HOUR_LABELS
 from .schema import REQUESTS

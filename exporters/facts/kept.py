@@ -41,12 +41,10 @@ from ...audit.replay.find import journals_at
 from ...audit.replay.observers import KeptAccounts, Lost, Reconciled, Steps
 from ...audit.replay.windows import Window
 from ..trace.time_series import Series
-from .activity import CountsState
 from .blocks import BlockState
 from .blocks import layout as blocks_layout
-from .doubts import Doubts
-from .engine import EngineFacts
-from .hours import HOURLY
+from .hours import HOURLY, Doubts
+from .rows import CountsState, EngineFacts
 from .schema import TABLES, Column
 
 OBSERVERS = (KeptAccounts, Reconciled, Lost, Steps)

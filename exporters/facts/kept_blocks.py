@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ...audit.analysis.block_states import BlockStates, BlockUse
-from ...audit.analysis.block_trace import Change, RecordedRequest, TraceLife
 from ...audit.analysis.step_times import StepTimes
+from ...audit.analysis.trace_reader import Change, RecordedRequest, TraceLife
 from ...audit.errors import JournalError, LedgerError
-from ...audit.journal.folder import read
+from ...audit.journal.host_folders import read
 from ...audit.ledger.blocks.contents import Contents
-from ...audit.replay.block_traces import RecordedBlocks
 from ...audit.replay.observers import Steps
+from ...audit.replay.request_traces import RecordedBlocks
 from ...audit.replay.windows import EVERYTHING, Window
 from .blocks import LIFE_COUNTS, OPERATIONS, USE_COLUMNS, BlockState, summed
 from .kept import Session, find, folder_of, is_session, journal_of, journals_and_sessions, load, readable

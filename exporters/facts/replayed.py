@@ -25,9 +25,7 @@ from ...audit.replay.journal_parts import skip_to_window
 from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts, Steps, taken
 from ...audit.replay.windows import EVERYTHING, Window
-from .activity import Activity, activity_rows
 from .blocks import BlockRows, BlockState
-from .engine import EngineFacts, engine_facts
 from .kept import (
     OBSERVERS,
     OLDER,
@@ -45,10 +43,21 @@ from .kept import (
     whole_minutes,
 )
 from .parquet import RowWriter
-from .rows import cause_rows, chunk_rows, difference_rows, finding_rows, head, request_row
+from .rows import (
+    Activity,
+    EngineFacts,
+    activity_rows,
+    cause_rows,
+    chunk_rows,
+    difference_rows,
+    engine_facts,
+    finding_rows,
+    head,
+    request_row,
+)
 from .schema import TABLES, Row
+from .sums import begin_window, take_sums
 from .tables import Files, KeptRows
-from .window import begin_window, take_sums
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import astuple
 
-from ...audit.analysis.cache_misses import missed_ranges, never_came
+from ...audit import events as ev
+from ...audit.analysis.cache_misses import Groups, missed_ranges, never_came, several_groups_of
 from ...audit.analysis.costs import Loads, before_first_output, first_output_at
-from ...audit.analysis.group_boundaries import Groups, several_groups_of
 from ...audit.analysis.source_differences import Reconciliation
+from ...audit.analysis.step_model import StepModel
 from ...audit.causes import BLOCKS, ENDED_FIRST, INVALID_HIT, PREEMPTED, PREEMPTIONS, RESET
 from ...audit.causes import CACHE_RESET as MISSED_BY_RESET
 from ...audit.checks.registry import Violation
+from ...audit.events import EngineStarted
 from ...audit.figures.declared import FIGURES
-from ...audit.figures.labels import LABELS
+from ...audit.figures.figure import LABELS
 from ...audit.figures.row import figures
 from ...audit.figures.sums import add_tokens
+from ...audit.journal.host_folders import journal_name
 from ...audit.ledger.account import Account
 from ...audit.ledger.weights import first_version
 from ...audit.replay.engine_audit import EngineAudit
+from ...audit.replay.observers import Steps
 from ..trace.groups import tier_names
+from ..trace.time_series import TICKS, RequestCounts, Series
 from .schema import LOAD_COLUMNS, Row, Value
 
 MISSED = "missed"
@@ -226,3 +232,107 @@ def ended_us(began_us: int, account: Account) -> int | None:
 
 def _plus(began_us: int, at: int | None) -> int | None:
     return None if at is None else began_us + at
+
+
+# --- What the facts keep of an engine.
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as far as its journal was read.
+
+    ``busy_us``: time of its steps in the window. ``model``: the model of its step time. ``block_tokens``: 0
+    if the engine did not report it. ``rows_from_seconds``: Unix time before which only sums by the hour are
+    kept of the window's requests; None: it has all rows. ``forgotten_hashes``: evicted blocks that the audit
+    does not remember any more, so that tokens in them count as never seen before.
+    """
+
+    journal: str
+    path: str
+    name: str
+    engine: EngineStarted | None
+    connector: str
+    block_tokens: int
+    busy_us: int
+    model: StepModel
+    rows_from_seconds: float | None = None
+    forgotten_hashes: int = 0
+    cut: list[str] = []
+    """Of which invariants not all findings are rows."""
+
+
+def engine_facts(audit: EngineAudit) -> EngineFacts:
+    """What the facts keep of an engine."""
+    return EngineFacts(
+        journal=journal_name(audit.path),
+        path=str(audit.path),
+        name=audit.name,
+        engine=audit.engine,
+        connector=audit.connector,
+        block_tokens=block_size(audit),
+        busy_us=audit.of(Steps).sums.busy_us,
+        model=audit.of(Steps).model,
+        forgotten_hashes=sum(pool.forgotten_hashes for pool in audit.auditor.ledger.blocks.pools.values()),
+        cut=audit.cut,
+    )
+
+
+# --- What an engine did over time: requests running and waiting, preemptions, and resets of its prefix
+# cache.
+#
+# The figures are kept in a :class:`~kvledger.exporters.trace.time_series.Series`, and are rows of
+# ``activity`` when the journal was read.
+
+LEVELS = ("running", "waiting")
+
+CountsState = tuple[int, list[int]]
+"""See :attr:`~kvledger.exporters.trace.time_series.RequestCounts.state`."""
+
+
+class Activity:
+    """Follows one engine, batch by batch."""
+
+    def __init__(self, audit: EngineAudit) -> None:
+        self.series = Series()
+        """Requests, preemptions and resets."""
+        self._audit = audit
+        """The audit that reads the journal; it knows the clock and the window."""
+        self._counts = RequestCounts()
+
+    @property
+    def at_end(self) -> CountsState:
+        """The requests in the engine after the last batch."""
+        return self._counts.state
+
+    def go_on(self, series: Series, counts: CountsState) -> None:
+        """Go on from an earlier activity of the same engine."""
+        self.series, self._counts = series, RequestCounts(*counts)
+
+    def add(self, events: Iterable[ev.Event]) -> None:
+        """Add a batch."""
+        began = self._audit.began_seconds or 0.0
+        holds = self._audit.window.holds
+        for event in events:
+            changed, reset = self._counts.feed(event), isinstance(event, ev.CacheReset) and event.succeeded
+            if (changed or reset) and holds(wall := began + event.at / 1e6):
+                levels = (self._counts.running, self._counts.waiting)
+                self.series.level(wall, dict(zip(LEVELS, levels, strict=True)))
+                if isinstance(event, ev.Preempted):
+                    self.series.count(wall, "preemptions")
+                if reset:
+                    self.series.count(wall, "resets")
+
+
+def activity_rows(engine: str, journal: str, series: Series) -> Iterator[Row]:
+    """The buckets of a series as rows of ``activity``."""
+    width = series.width_ticks
+    for place in sorted({*series.counts, *series.levels}):
+        levels, counts = series.levels.get(place, {}), series.counts.get(place, {})
+        yield (
+            engine,
+            journal,
+            round(place * width * 1_000_000 / TICKS),
+            round(width * 1_000_000 / TICKS),
+            *(levels.get(name) for name in LEVELS),
+            counts.get("preemptions", 0),
+            counts.get("resets", 0),
+        )

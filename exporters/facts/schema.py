@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 from ...audit.causes import OTHER_ENGINE, TURN_LOSSES
 from ...audit.figures.declared import FIGURES
-from ...audit.figures.figure import TOKENS
-from ...audit.figures.labels import LABELS, is_number
+from ...audit.figures.figure import LABELS, TOKENS, is_number
 
 Kind = Literal["text", "count", "seconds", "time", "counts", "distribution"]
 """``counts``: a list of integers. ``distribution``: how often each number was seen."""

@@ -12,7 +12,7 @@ import msgspec
 from ...audit import text
 from ...audit.analysis.step_model import FEATURES, StepModel
 from ...audit.analysis.step_times import Work
-from ...audit.figures.labels import BY_NAME, GROUPED
+from ...audit.figures.figure import BY_NAME, GROUPED
 from ...audit.figures.sums import added
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import Audit, compare_journals

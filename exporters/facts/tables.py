@@ -29,11 +29,11 @@ import duckdb
 from ...audit.errors import LedgerError
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.windows import Window
-from .engine import EngineFacts
 from .groups import HOUR_EXPRESSIONS
 from .hours import HOUR_LABELS, HOURLY, added_up, query_of
 from .kept import OLDER, hour_time
 from .parquet import dataset
+from .rows import EngineFacts
 from .schema import TABLES, Column
 
 ONLY_SUMS = "Of requests of {journal} that ended before {time} only sums by the hour are kept."

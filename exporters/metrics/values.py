@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ from ...audit.errors import LedgerError
 from ...audit.figures.declared import OTHER, PROMPTS, parts_of
 from ...audit.figures.totals import Totals
 from ...audit.journal.format import is_live
+from ...audit.journal.host_folders import place_suffix
 from ...audit.ledger.kv_events import KVEventCounts
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.metrics_state import (
@@ -36,7 +37,31 @@ from ...audit.replay.metrics_state import (
     LookupCounts,
     ViolationCount,
 )
-from .labels import engine_label
+
+# --- The label ``engine`` of metrics: the model and a number. A restarted engine continues its series.
+
+
+def engine_label(engine_audit: FollowedAudit) -> str:
+    """The label that the follower gave this engine, or else the one that the engine asks for."""
+    return engine_audit.series or free_label(engine_audit, ())
+
+
+def free_label(engine_audit: FollowedAudit, taken: Collection[str]) -> str:
+    """``model / engine N``, ``on NAME`` if ``KVLEDGER_NAME`` was set, and ``in HOST`` in a host's folder.
+
+    N is the engine's data-parallel rank, or the lowest number whose label is not ``taken``: servers of one
+    model on one host all have rank 0.
+    """
+    model, suffix = engine_audit.model, ""
+    if engine_audit.engine is not None:
+        settings = engine_audit.engine.configuration
+        model = model or engine_audit.engine.engine
+        named = settings.get("instance") if settings.get("instance_given") else None
+        suffix = f" on {named}" if named is not None else ""
+        suffix += place_suffix(engine_audit.path, named)
+    labels = (f"{model} / engine {number}{suffix}" for number in (engine_audit.rank, *range(len(taken) + 1)))
+    return next(label for label in labels if label not in taken)
+
 
 SOURCES = parts_of("prompt_tokens", PROMPTS)
 PLANNED = ("local", "external", "computed")

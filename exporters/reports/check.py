@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.contradictions import Contradiction, contradictions, relations
 from ...audit.analysis.hit_reasons import Probe, Reason, reasons, share
+from ...audit.analysis.usage import Contradiction, contradictions, relations
 from ...audit.checks.figures import FIGURES
-from ...audit.faults.listing import KnownOfRelease, of_release
-from ...audit.faults.releases import NAMES, Product
+from ...audit.faults.catalogue import NAMES, KnownOfRelease, Product, of_release
 from ...audit.release_semantics import meanings
 from ...audit.text import printable
 from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed

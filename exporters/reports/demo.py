@@ -13,11 +13,10 @@ from pathlib import Path
 
 from ... import __version__
 from ...audit.causes import DIFFERENCES
-from ...audit.demo.lookups import COUNTERS, Differences, LookupReport, LookupTotals
 from ...audit.demo.run import PREEMPTIONS, Demo
 from ...audit.demo.run import run as run_demo
 from ...audit.demo.sglang import run as sglang
-from ...audit.demo.workload import INJECTIONS
+from ...audit.demo.workload import COUNTERS, INJECTIONS, Differences, LookupReport, LookupTotals
 from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
 from ..terminal import progress
 from . import audit, statement

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from ...audit.errors import LedgerError
-from ...audit.faults.release_rules import ReleaseRule, release_rules
-from ...audit.journal.folder import read
+from ...audit.faults.catalogue import ReleaseRule, release_rules
+from ...audit.journal.host_folders import read
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores, here
 from ...audit.replay.windows import Window

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...audit.entry.doctor import ContentsDiagnosis, Diagnosis
-from ...audit.faults.listing import KnownOfRelease
+from ...audit.faults.catalogue import KnownOfRelease
 from ..answer import BAD, DIM, DOUBT, GOOD, Answer, Lines, Part, Records, Table, Words, counted
 from .faults import fault_sentence
 

@@ -13,10 +13,22 @@ import msgspec
 from ...audit import glossary
 from ...audit.checks import engine_metrics, registry
 from ...audit.errors import LedgerError
-from ...audit.faults.catalogue import HARMS, Fault, Kind, catalogue, shown_by
-from ...audit.faults.listing import KnownFault, KnownOfRelease, of_all, of_release
-from ...audit.faults.releases import EXAMINED, Product, checked
-from ...audit.faults.texts import facts, level_of
+from ...audit.faults.catalogue import (
+    EXAMINED,
+    HARMS,
+    Fault,
+    Kind,
+    KnownFault,
+    KnownOfRelease,
+    Product,
+    catalogue,
+    checked,
+    facts,
+    level_of,
+    of_all,
+    of_release,
+    shown_by,
+)
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Table, Words, counted, listed
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...audit.errors import LedgerError
-from ...audit.journal.catalogue import find_journals, host_folders, say
-from ...audit.journal.listing import JournalFacts, facts, prunable, recordings_in, workers_of
+from ...audit.journal.catalogue import (
+    JournalFacts,
+    facts,
+    find_journals,
+    host_folders,
+    prunable,
+    recordings_in,
+    say,
+    workers_of,
+)
 from ...audit.replay.atomic_files import FOLDER
 from ...audit.replay.find import journals_at, short_names
 from ...audit.replay.parallel import Run, here, is_remote
@@ -21,8 +29,7 @@ from ...audit.text import utc
 from ..answer import Answer, Table, bytes_text, counted, made, records
 
 if TYPE_CHECKING:
-    from ..facts.compact import Compacted
-    from ..facts.retention import Retention
+    from ..facts.compact import Compacted, Retention
 
 
 class JournalRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,11 +115,9 @@ def gather(
     ``by`` names groups of requests, as for :func:`~kvledger.exporters.facts.groups.group_columns`.
     """
     from ..facts.blocks import USE_QUERY, summed
-    from ..facts.costs import costs_of_groups
-    from ..facts.curves import curves
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names
-    from ..facts.misses import misses_by_group, sampled_misses
+    from ..facts.misses import costs_of_groups, curves, misses_by_group, sampled_misses
     from ..facts.replayed import Wanted
     from ..facts.sums import by_group
 

@@ -18,7 +18,7 @@ import msgspec
 from ...audit import temporary
 from ...audit.errors import LedgerError
 from ...audit.repro import bisect as bisection
-from ...audit.repro import confined
+from ...audit.repro import workers
 from ...audit.repro.assertions import refusal
 from ...audit.repro.bisect import Bisection, Environment, Run, run_file
 from ...audit.repro.choose_finding import Ambiguous, Seen, choose
@@ -80,7 +80,7 @@ def run(
         raise LedgerError(f"{differs} Or try the installed one with --any-release.") from None
     tried: Run | str = ""
     if made.status == "reproduced":
-        limit = min(began + OVER * seconds - time.monotonic(), confined.LIMIT_SECONDS)
+        limit = min(began + OVER * seconds - time.monotonic(), workers.LIMIT_SECONDS)
         tried = _write(made, output, issue, python or sys.executable, yes, limit)
     found = answer(made, tried, output, issue)
     if str(output) != "-":
@@ -151,7 +151,7 @@ def _write(
         write_whole(issue, bug_report(made, test))
     if limit < 1:
         return TIME_OVER
-    if not _may_run(f"{python} runs {name} once, {confined.bounds(limit)}.", yes):
+    if not _may_run(f"{python} runs {name} once, {workers.bounds(limit)}.", yes):
         return "was not run: nobody agreed to it. --yes agrees."
     with temporary.folder() as folder:
         file = Path(folder, name)
@@ -159,7 +159,7 @@ def _write(
         # A scheduler class of the user's is imported from where kvledger is called, as it was to drive it.
         own = [Path.cwd()] if made.workload.engine.get("scheduler_class") else []
         tried = run_file(file, Environment(made.workload.release, (python,)), limit, own)
-    over = tried.result == "error" and tried.seconds == limit < confined.LIMIT_SECONDS
+    over = tried.result == "error" and tried.seconds == limit < workers.LIMIT_SECONDS
     return TIME_OVER if over else tried
 
 
@@ -281,8 +281,8 @@ def _progress() -> Iterator[Callable[[str, int, int, int], None] | None]:
 def bisect(file: Path, releases: str, interpreters: Sequence[str], jobs: int) -> Answer:
     """Run the file over the given interpreters, and over the releases named, or all, of this checkout."""
     environments = bisection.chosen(file, releases, interpreters)
-    if confined.network_open():
-        print(f"The file runs {confined.bounds()}.", file=sys.stderr)
+    if workers.network_open():
+        print(f"The file runs {workers.bounds()}.", file=sys.stderr)
     if not console(stderr=True).is_terminal:
         return answer_of_bisection(bisection.bisect(file, environments, jobs=jobs))
     with progress("running the test", "releases") as move:

@@ -9,9 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ...audit.analysis.index_state import LACKS
-from ...audit.analysis.router_index import Index, TokensIndex, UncountedIndex
-from ...audit.analysis.routing import MISSED, SURPLUS, Routing, Row
+from ...audit.analysis.routing import LACKS, MISSED, SURPLUS, Index, Routing, Row, TokensIndex, UncountedIndex
 from ...audit.errors import LedgerError
 from ...audit.foreign import Unreadable, lines_of, parsed
 from ...audit.replay.recorded_events import routing

@@ -14,12 +14,12 @@ import msgspec
 
 from ...audit.errors import LedgerError
 from ...audit.figures.declared import BY_NAME, parts_of
-from ...audit.journal.folder import read
+from ...audit.journal.host_folders import read
 from ...audit.replay.find import journals_at
 from ...audit.replay.parallel import Run, cores
 from ...audit.replay.request_traces import is_request_trace
 from ...audit.replay.windows import Window
-from ...audit.simulate import settings as of
+from ...audit.simulate import study as of
 from ...audit.simulate.processes import Environments
 from ...audit.simulate.request_trace import ASSUMED, traced
 from ...audit.simulate.study import (

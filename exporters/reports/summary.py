@@ -111,9 +111,9 @@ def summarize(
     ``with_costs`` adds what lost work cost, without ``group_costs`` to the row of all requests only;
     ``gpu_hour`` is the price of an hour of one engine. Raises :class:`~kvledger.audit.errors.LedgerError`.
     """
-    from ..facts.costs import costs_of_groups
     from ..facts.dataset import facts
     from ..facts.groups import group_columns, group_names, percentile_columns
+    from ..facts.misses import costs_of_groups
     from ..facts.sums import by_group
 
     columns, shown = group_columns(by), percentile_columns(percentiles)

@@ -26,10 +26,10 @@ from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.journals import Audit
 from ...audit.replay.parallel import is_remote
 from ..answer import Answer, Lines, Table, counted, made, percent, records, share
-from ..csv_cells import csv_of
 from ..sidecar.follower import FollowedJournal, Follower, Notify, ignore
 from ..trace.groups import check, group_key
-from ..trace.request_counts import RequestCounts
+from ..trace.time_series import RequestCounts
+from ..writers import csv_of
 from .audit import finding
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from ...audit import causes
 from ...audit.analysis.costs import total
 from ...audit.analysis.turns import Turn, TurnCounts, across_engines
 from ...audit.errors import LedgerError
-from ...audit.replay.block_traces import block_turns, priced, request_trace
 from ...audit.replay.parallel import Run, here, readable
-from ...audit.replay.request_traces import is_request_trace
+from ...audit.replay.request_traces import block_turns, is_request_trace, priced, request_trace
 from ...audit.replay.windows import EVERYTHING, Window
 from ...audit.text import utc
 from ..answer import Answer, Lines, Records, Table, counted, decimal, made, notes, percent, share

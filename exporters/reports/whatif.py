@@ -8,12 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from ...audit.analysis.block_trace import BlockTrace
+from ...audit.analysis.trace_reader import BlockTrace
 from ...audit.analysis.whatif import TRUSTED_POINTS, Calibration, Options, SizePoint, WhatIf, what_if
 from ...audit.errors import LedgerError
-from ...audit.replay.block_traces import block_trace, request_trace
 from ...audit.replay.parallel import Run, here, readable
-from ...audit.replay.request_traces import is_request_trace
+from ...audit.replay.request_traces import block_trace, is_request_trace, request_trace
 from ...audit.replay.windows import EVERYTHING, Window
 from ..answer import (
     DOUBT,

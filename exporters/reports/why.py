@@ -39,8 +39,8 @@ from ..answer import (
 from .costs import FirstToken, ModelRow, model_row, model_text, money, part
 
 if TYPE_CHECKING:
-    from ..facts.engine import EngineFacts
     from ..facts.misses import Misses, Sampled
+    from ..facts.rows import EngineFacts
 
 LEGEND = (
     "A prompt token is a miss each time it is computed, and once more if it had no KV when its request "

@@ -35,7 +35,7 @@ from ...audit.traffic.driver_v0 import V0Setup
 from ...audit.traffic.engine_setup import EngineSetup
 from ...audit.traffic.lmcache import CHUNK_TOKENS, COMPILED
 from ...audit.traffic.script import Check, Op, Request, Workload, script_literal
-from .texts import Explanation, explain
+from .bug_report import Explanation, explain
 
 WIDTH = 108
 _SETTINGS = {

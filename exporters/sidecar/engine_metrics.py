@@ -1,7 +1,7 @@
 """The counters of an engine's own ``/metrics``, by the figures that the ledger has of them.
 
 Reading is here; comparing with the ledger is below, and judging them by themselves in
-``audit/analysis/contradictions.py``.
+``audit/analysis/usage.py``.
 """
 
 from __future__ import annotations

@@ -31,11 +31,10 @@ from ...audit.replay import checkpoint, serialize
 from ...audit.replay.checkpoint import Checkpoint, FoldedJournal, JournalState, beginning
 from ...audit.replay.followed_audit import FollowedAudit, folded, settled
 from ...audit.replay.parallel import WORTH_BYTES, Processes, cores, size_bytes
-from ...audit.replay.prompt_pairs import pair
 from ...audit.replay.recorded_events import FORGET_SECONDS
+from ...audit.replay.request_traces import pair
 from ..metrics import values
-from ..metrics.labels import engine_label, free_label
-from ..metrics.values import EngineAudits, Health
+from ..metrics.values import EngineAudits, Health, engine_label, free_label
 
 # --- audits lock ---------------------------------------------------------------------------------------
 #

@@ -24,19 +24,28 @@ from prometheus_client import (
 )
 
 from ... import __version__
-from ...audit.analysis.step_limits import LIMITS
+from ...audit.analysis.step_times import LIMITS
 from ...audit.checks.auditor import together
 from ...audit.checks.coverage import count_words, verdict_words
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
+from ..files import environment
 from ..metrics.metric_list import collect
 from ..metrics.openmetrics import Exposition, exposition
 from ..metrics.prometheus import AuditCollector
-from ..templating import environment
 from .follower import Follower, Notify, ignore
-from .http_server import CUT_OFF, OPEN, Busy, Environ, Security, Start
-from .negotiation import OPENMETRICS, accepted_format, accepts_gzip
+from .http_server import (
+    CUT_OFF,
+    OPEN,
+    OPENMETRICS,
+    Busy,
+    Environ,
+    Security,
+    Start,
+    accepted_format,
+    accepts_gzip,
+)
 
 FINDINGS_SHOWN = 200
 

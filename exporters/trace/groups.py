@@ -13,7 +13,7 @@ from functools import partial
 from math import floor
 
 from ...audit.errors import LedgerError
-from ...audit.figures.labels import GROUPED, Label
+from ...audit.figures.figure import GROUPED, Label
 from ...audit.ledger.account import Account
 from ...audit.replay.engine_audit import EngineAudit
 

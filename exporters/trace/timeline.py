@@ -23,7 +23,7 @@ from ...audit import events as ev
 from ...audit.analysis.block_states import STATES, BlockStates
 from ...audit.analysis.step_times import STEP_HANDLERS
 from ...audit.checks.registry import Violation
-from ...audit.journal.folder import read
+from ...audit.journal.host_folders import read
 from ...audit.ledger.account import Account, Life
 from ...audit.ledger.blocks.contents import Contents
 from ...audit.replay.engine_audit import EngineAudit
@@ -32,8 +32,8 @@ from ...audit.replay.journals import each_batch
 from ...audit.replay.observers import KeptAccounts
 from ...audit.replay.windows import EVERYTHING, Window
 from ..files import whole
-from .request_counts import RequestCounts
 from .step_rows import ObservedSteps
+from .time_series import RequestCounts
 
 Slice = dict[str, Any]
 

@@ -25,8 +25,8 @@ from proofs.long_run.gauges import Watcher
 from proofs.long_run.report import Result, section
 from tests.serving.processes import SETTLE_SECONDS, Prometheus, Sidecar, wait_until
 
-from kvledger.audit.journal import retention
-from kvledger.dashboards import rules
+from kvledger.audit.journal import catalogue
+from kvledger.dashboards import deploy_files
 
 HOUR = 3600.0
 RATE = 20.0
@@ -72,7 +72,7 @@ class LongRun:
         self.journals = folder / "journals"
         self.journals.mkdir()
         self.sidecar = Sidecar(folder, self.journals)
-        self.prometheus = Prometheus(folder, {"kvledger": self.sidecar}, rules.write(folder))
+        self.prometheus = Prometheus(folder, {"kvledger": self.sidecar}, deploy_files.write_rules(folder))
         self.watcher = Watcher(self.sidecar, self.prometheus, self.journals)
         self.emitted: list[Emitted] = []
         self.restarts: dict[str, int] = {}
@@ -109,8 +109,8 @@ class LongRun:
         killed = number % 2 == 1
         command = [sys.executable, "-m", "proofs.long_run.engine", str(self.journals), *words]
         bounds = {
-            retention.JOURNAL_BYTES: str(plan.journal_bytes),
-            retention.TOTAL_BYTES: str(3 * plan.journal_bytes),
+            catalogue.JOURNAL_BYTES: str(plan.journal_bytes),
+            catalogue.TOTAL_BYTES: str(3 * plan.journal_bytes),
         }
         paths = os.pathsep.join((str(page.ROOT / "src"), str(page.ROOT)))
         engine = subprocess.Popen(

@@ -19,7 +19,7 @@ from tests.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
 from kvledger.audit.figures.totals import Totals
-from kvledger.audit.journal import retention
+from kvledger.audit.journal import catalogue
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit
 
@@ -83,8 +83,8 @@ class Lifetime:
     def __init__(self, folder: Path, number: int, simulated: Served, wall_seconds: float) -> None:
         self._simulated = simulated
         self._wall = wall_seconds
-        limits = retention.limits()
-        retention.make_room(folder, limits.folder_bytes)
+        limits = catalogue.limits()
+        catalogue.make_room(folder, limits.folder_bytes)
         place = folder / f"engine-{number:08d}-{os.getpid()}-0"
         self._writer = JournalWriter(place, limits)
         self._ledger = EngineAudit(place)

@@ -109,7 +109,7 @@ def _drive(drive: Callable[[Any], Any], attach: Callable[[Any], None]) -> str:
 def observed(drive: Callable[[Any], Any], level: str) -> Seen:
     """What the audit at one level shows."""
     from kvledger.audit.checks.auditor import Auditor
-    from kvledger.audit.traffic.observation import Observation
+    from kvledger.audit.traffic.driver import Observation
 
     observation = Observation(level)
     seen = Seen(_drive(drive, observation))

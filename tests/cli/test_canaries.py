@@ -22,9 +22,8 @@ from tests.command_line import exit_code
 from tests.releases import ROOT, built
 from tests.time_limits import RUN_HANGS
 
-from kvledger.audit.events import Event
+from kvledger.audit.events import AnyEvent, Event
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.pool_calls import AnyEvent
 from kvledger.exporters.metrics import metric_list
 from kvledger.exporters.metrics.openmetrics import Exposition
 from kvledger.exporters.metrics.values import EngineAudits, Health

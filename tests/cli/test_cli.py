@@ -810,7 +810,7 @@ def test_a_list_of_journals_imports_no_audit_and_no_templates(clean: Path) -> No
         "import atexit, sys\n"
         "from kvledger.cli import main\n"
         "heavy = {'jinja2', 'multiprocessing', 'rich.progress', 'kvledger.audit.checks',\n"
-        "  'kvledger.audit.analysis.simulated_pool', 'kvledger.audit.replay.journals'}\n"
+        "  'kvledger.audit.analysis.whatif', 'kvledger.audit.replay.journals'}\n"
         "atexit.register(lambda: print(sorted(heavy & sys.modules.keys()), file=sys.stderr))\n"
         "main()"
     )

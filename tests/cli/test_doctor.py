@@ -22,7 +22,7 @@ from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import source_files
 from kvledger.audit.engines.source_files import CacheDeclarations
 from kvledger.audit.engines.v0.observer import V0Observer
-from kvledger.audit.engines.v1_until_0_19 import V1Observer017
+from kvledger.audit.engines.v1_until_0_26 import V1Observer017
 from kvledger.audit.entry import doctor
 from kvledger.audit.events import ContentWatched, EngineStarted, Setting
 from kvledger.audit.journal.writer import JournalWriter

@@ -24,9 +24,9 @@ from tests.exporters.facts.test_kept_blocks import Engine
 from tests.histories import events
 
 from kvledger.audit import events as ev
-from kvledger.audit.journal.folder import read
+from kvledger.audit.events import AnyEvent
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.pool_calls import AnyEvent
 
 pytestmark = pytest.mark.golden
 

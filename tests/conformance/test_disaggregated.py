@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvledger.audit.conformance.observed_engines import ObservedEngines
 from kvledger.audit.conformance.scorecard import DISAGGREGATED, ScoreCard, score
 from kvledger.audit.conformance.situations import SITUATIONS
+from kvledger.audit.conformance.worker import ObservedEngines
 from kvledger.exporters.reports.conformance import answer
 from kvledger.exporters.writers import markdown
 

@@ -232,7 +232,7 @@ def run(folder: Path, name: str) -> int:
 
 def run_process(folder: Path) -> int:
     """Run a worker in its own process, observed by the plugin: two journals, audited together."""
-    from kvledger.audit.journal.folder import read
+    from kvledger.audit.journal.host_folders import read
     from kvledger.audit.replay.journals import audit_paths
 
     os.environ["KVLEDGER_DIR"] = str(folder / "journals")

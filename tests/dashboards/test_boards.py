@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.dashboards import boards, check, rules
+from kvledger.dashboards import boards, check, deploy_files
 
 every_board = pytest.mark.parametrize("built", [*map(boards.board, boards.NAMES)], ids=boards.NAMES)
 
@@ -38,7 +38,7 @@ def test_boards_and_rules_have_no_fault() -> None:
     ],
 )
 def test_a_name_that_is_not_served_is_a_fault(expr: str, fault: str) -> None:
-    recorded = {rule["record"] for rule in rules.rules() if "record" in rule}
+    recorded = {rule["record"] for rule in deploy_files.rules() if "record" in rule}
 
     assert [fault] == list(check.faults_in(expr, recorded))
 

@@ -11,7 +11,7 @@ import pytest
 from tests import tools
 
 from kvledger.audit.checks.registry import KINDS, catalogue
-from kvledger.dashboards import rules
+from kvledger.dashboards import deploy_files
 
 IDENTITY = 'job="kvledger", instance="a:9464", engine="e"'
 HERE = {"job": "kvledger", "instance": "a:9464"}
@@ -19,7 +19,7 @@ OF_ENGINE = HERE | {"engine": "e"}
 OF_THREAD = HERE | {"thread": "otlp"}
 OF_MODEL = {"job": "kvledger", "model_name": "m"}
 
-ALERTS = [rule for rule in rules.rules() if "alert" in rule]
+ALERTS = [rule for rule in deploy_files.rules() if "alert" in rule]
 
 Series = dict[str, str]
 """By series its values, a minute apart, in promtool's notation: start+increment x times."""
@@ -340,8 +340,8 @@ def promtool() -> Path:
 
 
 def run(promtool: Path, folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    rules.write(folder)
-    stated = {"rule_files": [rules.FILE], "evaluation_interval": "1m", "tests": tests}
+    deploy_files.write_rules(folder)
+    stated = {"rule_files": [deploy_files.FILE], "evaluation_interval": "1m", "tests": tests}
     (folder / "tests.json").write_text(json.dumps(stated))
     return subprocess.run(
         [promtool, "test", "rules", "tests.json"], cwd=folder, capture_output=True, text=True
@@ -350,10 +350,12 @@ def run(promtool: Path, folder: Path, tests: list[dict[str, Any]]) -> subprocess
 
 @pytest.mark.programs
 def test_promtool_accepts_the_rule_file(promtool: Path, tmp_path: Path) -> None:
-    done = subprocess.run([promtool, "check", "rules", rules.write(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [promtool, "check", "rules", deploy_files.write_rules(tmp_path)], capture_output=True, text=True
+    )
 
     assert 0 == done.returncode, done.stderr
-    assert f"{len(rules.rules())} rules found" in done.stdout
+    assert f"{len(deploy_files.rules())} rules found" in done.stdout
 
 
 @pytest.mark.programs

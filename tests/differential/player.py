@@ -28,8 +28,8 @@ from tests.scenarios.driving import Driver, engine_setup, images
 from tests.scenarios.scripted_connector import LookupCall
 
 from kvledger.audit.engines.weights_watch import mark_weights
-from kvledger.audit.traffic import release
 from kvledger.audit.traffic.connector import PlannedLoads
+from kvledger.audit.traffic.engine_setup import lacking
 
 MAX_STEPS = 300
 """Most steps that a history may take to finish after its last operation."""
@@ -52,7 +52,7 @@ class Played:
 def _setup(history: History) -> dict[str, Any]:
     """The history's setup, without what this release can't run."""
     groups = history.setup.get("groups", ())
-    if "replay" not in groups or not release.lacking(["replayed window"]):
+    if "replay" not in groups or not lacking(["replayed window"]):
         return history.setup
     return {**history.setup, "groups": tuple("sliding" if kind == "replay" else kind for kind in groups)}
 
@@ -188,7 +188,7 @@ class _Player:
         can_free = getattr(scheduler, "_request_blocks_can_be_freed", None)
         if can_free is not None and not can_free(request):
             return  # The scheduler would not preempt it now.
-        dropping = drop and not release.lacking(["dropped output"])
+        dropping = drop and not lacking(["dropped output"])
         self.driver.preempt(request.request_id, drop=True if dropping else None)
 
     def reset(self, running: bool) -> None:
@@ -233,7 +233,7 @@ class _Player:
             return {}
         name = dice.choice(candidates)
         if len(driver.setup.groups) > 1:
-            if name in now or release.lacking(["failed load as a whole"]):
+            if name in now or lacking(["failed load as a whole"]):
                 return {}
             return {"failed_recving": [name]}
         blocks = self.blocks_of_load(name, ordered if name in now else ())

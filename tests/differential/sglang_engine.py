@@ -38,7 +38,7 @@ from kvledger.audit.demo.sglang import loop
 from kvledger.audit.demo.sglang.pool import sizes
 from kvledger.audit.demo.sglang.run import write_endless_model
 from kvledger.audit.faults.catalogue import catalogue
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 HISTORIES_OF_A_SETUP = 50
 COUNTED_AGAIN = "cached-tokens-counted-at-each-resumption"

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from tests.engines.observed import observe
 
-from kvledger.audit.events import Event
-from kvledger.audit.pool_calls import AnyEvent
+from kvledger.audit.events import AnyEvent, Event
 
 Recorded = Callable[..., list[Event]]
 

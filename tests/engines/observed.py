@@ -8,7 +8,7 @@ from typing import Any
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.events import Event, PoolCalls
 from kvledger.audit.ledger.blocks.pool import calls
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 Drive = Callable[..., Any]
 

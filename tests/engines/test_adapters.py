@@ -12,8 +12,7 @@ from kvledger.audit.checks.registry import catalogue
 from kvledger.audit.engines import ADAPTERS, Adapter, choose
 from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
-from kvledger.audit.engines.v1_until_0_19 import V1Observer017, V1Observer018
-from kvledger.audit.engines.v1_until_0_26 import V1Observer020, V1Observer026
+from kvledger.audit.engines.v1_until_0_26 import V1Observer017, V1Observer018, V1Observer020, V1Observer026
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.release_semantics import MEANINGS, V0, limits, meanings, release
 

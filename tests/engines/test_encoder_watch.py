@@ -14,7 +14,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.events import EncoderCacheSeen, EncoderCacheUsed, EngineStarted, Event
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 
 class Passing(EncoderCacheManager):

@@ -11,7 +11,7 @@ from msgspec.msgpack import Decoder, Encoder
 from kvledger.audit.engines import step_log
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.events import Delivered, DeliveredWhole, EngineStarted, Event, Snapshot
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 pytest.importorskip("vllm")
 
@@ -27,12 +27,11 @@ from kvledger.audit.engines import choose, host_version, observer, steps
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry.attach import AuditError, attach
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.events import Census, EngineRaised, EngineStopped, HookFailed
+from kvledger.audit.events import AnyEvent, Census, EngineRaised, EngineStopped, HookFailed
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
 from kvledger.audit.ledger import engine_postings
-from kvledger.audit.pool_calls import AnyEvent
-from kvledger.audit.traffic import release
 from kvledger.audit.traffic.driver import Driver, EngineSetup
+from kvledger.audit.traffic.engine_setup import lacking
 
 # --- A failing observer never disturbs serving: each fault here leaves the engine's outputs unchanged -----
 
@@ -329,7 +328,7 @@ def test_an_exception_while_an_output_is_processed_keeps_the_ends_in_it(
 
 @LEVELS
 @BOTH
-@pytest.mark.skipif(bool(release.lacking(["dropped output"])), reason="no such reset in this release")
+@pytest.mark.skipif(bool(lacking(["dropped output"])), reason="no such reset in this release")
 def test_a_reset_that_raises_leaves_right_figures_and_a_doubt(asynchronous: bool, level: str) -> None:
     """A load is pending, so the reset of the prefix cache raises; the running request was preempted."""
 

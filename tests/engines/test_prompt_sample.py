@@ -12,15 +12,15 @@ pytest.importorskip("vllm")
 from tests.engines.observed import observe
 from tests.scenarios.driving import Attach, Driver, start
 
-from kvledger.audit.engines import prompt_sample
-from kvledger.audit.engines.prompt_sample import MOST, PromptSample
+from kvledger.audit.engines import prompt_reports
+from kvledger.audit.engines.prompt_reports import MOST, PromptSample
 from kvledger.audit.events import Admitted
 
 
 @pytest.fixture(autouse=True)
 def every_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """All contents are in the sample."""
-    monkeypatch.setattr(prompt_sample, "MASK", 0)
+    monkeypatch.setattr(prompt_reports, "MASK", 0)
 
 
 def missed(scenario: Any, level: str = "tokens") -> list[list[int] | None]:

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from tests import journals
 
 from kvledger.audit import events as ev
-from kvledger.audit.engines.pool.isolation import IsolationClasses
-from kvledger.audit.engines.request_labels import CHARACTERS, GROUP, MOST_GROUPS, OTHER, LabelReader
-from kvledger.audit.engines.request_labels import pattern as pattern_in
+from kvledger.audit.engines.configuration import CHARACTERS, GROUP, MOST_GROUPS, OTHER, LabelReader
+from kvledger.audit.engines.configuration import pattern as pattern_in
+from kvledger.audit.engines.pool.requirements import IsolationClasses
 from kvledger.audit.events import RequestAdded, Snapshot
 from kvledger.audit.hash_key import VARIABLE
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.text import clean

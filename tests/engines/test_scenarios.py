@@ -33,26 +33,31 @@ from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
 from tests.scenarios.workloads import crowd
 from tests.simulate.recordings import traffic_of
 
-from kvledger.audit.analysis.router_index import TokensIndex, UncountedIndex
-from kvledger.audit.analysis.routing import EVICTED, EXTERNAL, STORED_SINCE, Routing
+from kvledger.audit.analysis.routing import (
+    EVICTED,
+    EXTERNAL,
+    STORED_SINCE,
+    Routing,
+    TokensIndex,
+    UncountedIndex,
+)
 from kvledger.audit.causes import BEGAN_BEFORE, STATE, WINDOW
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.engines.content.options import SKETCH
 from kvledger.audit.engines.observer import Observer
-from kvledger.audit.engines.pool import isolation
+from kvledger.audit.engines.pool import requirements
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.entry.attach import LiveAudit
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived, Snapshot
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.replay.block_traces import block_prefixes
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.recorded_events import routing
+from kvledger.audit.replay.request_traces import block_prefixes
 from kvledger.audit.simulate.engine import by_step
 from kvledger.audit.simulate.rows import Counting, differences
-from kvledger.audit.simulate.settings import setup
-from kvledger.audit.traffic.driver import Driver
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.simulate.study import setup
+from kvledger.audit.traffic.driver import Driver, Observation
 from kvledger.exporters.facts.kept_blocks import recorded_blocks
 
 # --- every scenario on the real scheduler: accounts balance, and every finding is a known one -------------
@@ -365,7 +370,7 @@ def emitted(name: str) -> list[str]:
 def test_unchanged_steps_give_the_same_events_either_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepLog, "now", lambda _: 0)
     monkeypatch.setattr(Observer, "hook_time", lambda _: (-1, 0))
-    monkeypatch.setattr(isolation, "os", SimpleNamespace(urandom=bytes))  # one key, so equal classes
+    monkeypatch.setattr(requirements, "os", SimpleNamespace(urandom=bytes))  # one key, so equal classes
     by_short_path = emitted(name)
     monkeypatch.setattr("kvledger.audit.engines.observer.StepLog", NeverSteady)
 

@@ -23,7 +23,7 @@ from vllm.core.scheduler import Scheduler
 from kvledger.audit import events as ev
 from kvledger.audit.engines.v0.observer import V0Observer
 from kvledger.audit.hooks import MAX_FAILURES, EngineMismatch
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 RELEASES_LOOKUPS = hasattr(Scheduler, "remove_seq_from_computed_blocks_tracker")
 """0.9.2 and later."""

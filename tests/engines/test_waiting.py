@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 from tests.engines.connectors.test_live import Watch
 
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 # --- why requests wait for their first admission, on the installed vLLM -----------------------------------
 

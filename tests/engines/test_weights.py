@@ -11,8 +11,7 @@ import pytest
 
 from kvledger.audit.engines import weights_watch
 from kvledger.audit.engines.step_log import StepLog
-from kvledger.audit.engines.weights_watch import WeightsWatch, mark_weights
-from kvledger.audit.engines.worker_weights import WorkerCalls
+from kvledger.audit.engines.weights_watch import WeightsWatch, WorkerCalls, mark_weights
 from kvledger.audit.events import (
     DECLARED,
     DETECTED,
@@ -24,7 +23,7 @@ from kvledger.audit.events import (
     WeightsChanged,
     WorkerWeights,
 )
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 # --- which calls of an engine core change weights, and how the changes are numbered -----------------------
 

@@ -19,7 +19,7 @@ from tests.exporters.labels import WORDS
 from tests.histories import events, weave
 
 from kvledger.audit import events as ev
-from kvledger.exporters.csv_cells import cell, csv_of
+from kvledger.exporters.writers import cell, csv_of
 
 ROOT = Path(__file__).parents[2]
 RUN = ("=", "+", "-", "@", "\t", "\r")
@@ -101,4 +101,4 @@ def test_one_module_writes_csv() -> None:
         )
     ]
 
-    assert ["exporters/csv_cells.py"] == found
+    assert ["exporters/writers.py"] == found

@@ -22,7 +22,7 @@ from kvledger.audit.events import (
 )
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.exporters.kv_events import Contents, EventRecorder, Received, decoded, key
 
 KEY = HashKey("sixteen characters")

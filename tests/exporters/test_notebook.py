@@ -13,8 +13,7 @@ import kvledger
 from kvledger.audit.analysis.whatif import Options
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.notebook import Answer
-from kvledger.exporters.reports.block_use import block_use
-from kvledger.exporters.reports.prefixes import prefixes
+from kvledger.exporters.reports.block_use import block_use, prefixes
 from kvledger.exporters.reports.summary import summarize
 from kvledger.exporters.reports.whatif import study
 from kvledger.exporters.reports.why import why

@@ -22,9 +22,9 @@ import msgspec
 from tests.time_limits import TooLong, limited, limited_memory
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.events import AnyEvent
 from kvledger.audit.foreign import Unreadable
 from kvledger.audit.hash_key import HashKey
-from kvledger.audit.pool_calls import AnyEvent
 from kvledger.audit.replay.request_traces import traced_requests
 from kvledger.exporters import usage_logs
 from kvledger.exporters.kv_events import Contents, Received, decoded

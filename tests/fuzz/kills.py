@@ -33,7 +33,7 @@ from tests.time_limits import RUN_HANGS
 
 from kvledger.audit import events as ev
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.recorder import Recorder
 from kvledger.audit.replay.atomic_files import FOLDER
 from kvledger.audit.replay.journals import audit_paths

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import msgspec
 from tests.fuzz.traces import FRAME, Segment, Trace, framed, payload
 
+from kvledger.audit.events import AnyEvent
 from kvledger.audit.journal.format import segment_name
-from kvledger.audit.pool_calls import AnyEvent
 
 Mutation = Callable[[Random, Trace], None]
 """Changes a trace in place. Raises LookupError if the trace has nothing to change."""

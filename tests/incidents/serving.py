@@ -21,9 +21,9 @@ from unittest.mock import patch
 from tests.scenarios.driving import Driver, engine_setup, lora
 
 from kvledger.audit.engines import observer as observer_module
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 BEGAN = 1_767_225_600.0
 """The beginning of 2026, from which the time of all plans counts."""
@@ -130,7 +130,7 @@ def planned_clock(engine: Planned) -> Iterator[None]:
     with (
         patch.object(observer_module, "time", planned),
         patch("kvledger.audit.journal.recorder.time", planned),
-        patch("kvledger.audit.journal.memory_recorder.time", planned),
+        patch("kvledger.audit.journal.recorder.time", planned),
     ):
         yield
 

@@ -39,7 +39,6 @@ GROUND = (
     "audit.client_ids",
     "audit.errors",
     "audit.events",
-    "audit.pool_calls",
     "audit.causes",
     "audit.release_semantics",
     "audit.faults",
@@ -50,7 +49,7 @@ LEDGER = (*GROUND, "audit.figures", "audit.ledger")
 CHECKS = (*LEDGER, "audit.checks")
 ANALYSIS = (*CHECKS, "audit.analysis")
 REPLAY = (*ANALYSIS, "audit.foreign", "audit.journal", "audit.replay")
-EVENTS = ("audit.errors", "audit.events", "audit.pool_calls")
+EVENTS = ("audit.errors", "audit.events")
 OUTER = Rule(ours=("audit",))
 
 RULES = {
@@ -63,7 +62,6 @@ RULES = {
     "audit": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.errors": Rule(libraries=NONE),
     "audit.events": Rule(ours=("audit.errors",)),
-    "audit.pool_calls": Rule(ours=("audit.events",)),
     "audit.causes": Rule(ours=EVENTS),
     "audit.bounded_tables": Rule(libraries=NONE),
     "audit.client_ids": Rule(libraries=NONE),
@@ -78,28 +76,20 @@ RULES = {
     "audit.faults": Rule(ours=("audit.errors", "audit.release_semantics", "audit.faults")),
     # the journal on disk: format <- writer, reader <- folder, and the buffer in front of the writer
     "audit.journal": Rule(ours=(*EVENTS, "audit.journal")),
-    "audit.journal.decode": Rule(
-        ours=(*EVENTS, "audit.journal.possible_events", "audit.text", "audit.journal.format")
-    ),
     "audit.journal.safe_open": Rule(libraries=NONE, ours=("audit.errors",)),
     "audit.journal.format": Rule(ours=(*EVENTS, "audit.journal.safe_open")),
-    "audit.journal.host_folders": Rule(ours=(*EVENTS, "audit.text")),
-    "audit.journal.catalogue": Rule(
+    "audit.journal.host_folders": Rule(ours=(*EVENTS, "audit.text", "audit.journal.reader")),
+    "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.safe_open")),
+    "audit.journal.reader": Rule(
         ours=(
-            "audit.errors",
+            *EVENTS,
+            "audit.text",
             "audit.journal.format",
-            "audit.journal.host_folders",
+            "audit.journal.possible_events",
             "audit.journal.safe_open",
         )
     ),
-    "audit.journal.writer": Rule(ours=(*EVENTS, "audit.journal.format", "audit.journal.safe_open")),
-    "audit.journal.reader": Rule(
-        ours=(*EVENTS, "audit.journal.format", "audit.journal.decode", "audit.journal.safe_open")
-    ),
     "audit.journal.recorder": Rule(ours=(*EVENTS, "audit.journal.writer")),
-    "audit.journal.retention": Rule(
-        ours=("audit.errors", "audit.journal.format", "audit.journal.writer", "audit.journal.catalogue")
-    ),
     # accounts, what must hold of them, why figures differ, and journals read again
     "audit.figures": Rule(
         ours=(
@@ -141,11 +131,8 @@ RULES = {
         ours=("audit.engines.content", "audit.engines.step_log", "audit.events"),
         libraries=frozenset({"numpy", "torch"}),
     ),
-    "audit.engines.content.part_fingerprints": Rule(
-        ours=("audit.engines.content",), libraries=frozenset({"numpy"})
-    ),
     "audit.engines.content.seal_fingerprints": Rule(
-        ours=("audit.engines.content",), libraries=frozenset({"torch"})
+        ours=("audit.engines.content",), libraries=frozenset({"numpy", "torch"})
     ),
     # the outer ring
     "audit.entry": OUTER,
@@ -168,7 +155,7 @@ RULES = {
             *("exporters.http_client", "exporters.metrics.metric_list"),
         )
     ),
-    "dashboards.rules": Rule(ours=("dashboards",), libraries=frozenset({"yaml"})),
+    "dashboards.deploy_files": Rule(ours=("audit.errors", "dashboards"), libraries=frozenset({"yaml"})),
 }
 
 NOT_FROM = {

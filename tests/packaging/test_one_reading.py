@@ -19,13 +19,13 @@ FOR_THE_LOOP = {
 """Opens a journal for the loop."""
 
 WITHOUT_AN_AUDIT = {
-    "audit/journal/folder.py": "events in order, for callers that keep no accounts",
-    "audit/replay/block_traces.py": "what blocks contain, in a sixth of the time of the ledger of blocks",
+    "audit/journal/host_folders.py": "events in order, for callers that keep no accounts",
+    "audit/replay/request_traces.py": "what blocks contain, in a sixth of the time of the ledger of blocks",
     "audit/replay/journal_parts.py": "which part of a journal the audit has to read",
     "audit/replay/recorded_events.py": "recordings of KV events, and journals beside them",
     "audit/replay/windows.py": "the newest description of an engine",
     "audit/replay/worker_journals.py": "what workers did, for the audit of their engine",
-    "audit/repro/cut_journal.py": "requests and a script, which are driven again",
+    "audit/repro/rebuild.py": "requests and a script, which are driven again",
 }
 
 

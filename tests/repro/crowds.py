@@ -26,7 +26,7 @@ from kvledger.audit.engines import host_version
 from kvledger.audit.events import EngineStarted, Event
 from kvledger.audit.faults.catalogue import catalogue
 from kvledger.audit.journal.writer import JournalWriter, Limits
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 ATTEMPTS = 60
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from kvledger.audit.analysis.routed_cache import RoutedCache
+from kvledger.audit.analysis.routing import RoutedCache
 from kvledger.audit.events import EngineStarted, Event, KVEventsReceived
 from kvledger.audit.hash_key import HashKey
 from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.kv_events import Found, KVComparison, KVEventCounts
-from kvledger.audit.replay.recordings import incomparable
+from kvledger.audit.replay.find import incomparable
 from kvledger.exporters.kv_events import Received, decoded
 
 KEY = "a key of the tests, no secret"

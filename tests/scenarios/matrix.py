@@ -21,7 +21,7 @@ from kvledger.audit.engines import blocks_out_of_reach
 from kvledger.audit.hash_key import VARIABLE
 from kvledger.audit.ledger.account import AccountStatement, Settlement
 from kvledger.audit.ledger.entries import Entry
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 
 def main(names: list[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.scenarios.driving import Attach, Driver
 
-from kvledger.audit.traffic import release
+from kvledger.audit.traffic import engine_setup
 
 Drive = Callable[..., Driver]
 
@@ -26,7 +26,7 @@ class Scenario:
 
     def lacking(self) -> list[str]:
         """The reasons why this scenario can't run on the installed vLLM; empty if it can."""
-        return release.lacking(sorted(self.requires))
+        return engine_setup.lacking(sorted(self.requires))
 
 
 WORKLOADS: dict[str, Scenario] = {}

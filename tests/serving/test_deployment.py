@@ -25,7 +25,7 @@ from tests import journals
 from tests.serving.processes import SETTLE_SECONDS, Engine, Prometheus, Sidecar, wait_until
 
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
-from kvledger.dashboards import boards, check, rules
+from kvledger.dashboards import boards, check, deploy_files
 from kvledger.exporters.metrics.metric_list import METRICS
 from kvledger.exporters.sidecar.engine_metrics import WINDOW_SECONDS
 
@@ -113,7 +113,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     mounted = _failed("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)) is False
     engine = Engine(folder, place)
     sidecar = Sidecar(folder, place, engine)
-    prometheus = Prometheus(folder, {"vllm": engine, "kvledger": sidecar}, rules.write(folder))
+    prometheus = Prometheus(folder, {"vllm": engine, "kvledger": sidecar}, deploy_files.write_rules(folder))
     started = [prometheus, sidecar, engine]
     try:
         for process in started:
@@ -212,7 +212,7 @@ def test_every_difference_to_the_engines_counters_has_a_cause(deployment: Deploy
 def test_every_panel_and_rule_returns_data(deployment: Deployment) -> None:
     """An alert that does not fire returns no data; Prometheus only has to accept its expression."""
     answers = list(check.ask(deployment.prometheus.address))
-    alerts = {rule["alert"] for rule in rules.rules() if "alert" in rule}
+    alerts = {rule["alert"] for rule in deploy_files.rules() if "alert" in rule}
     empty = {answer.query.where for answer in answers if not answer.series}
 
     assert [] == [answer for answer in answers if answer.error]

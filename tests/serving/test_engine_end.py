@@ -21,8 +21,8 @@ from tests.serving.processes import ROOT, Engine, wait_until
 from kvledger.audit.demo.model import VOCABULARY_TOKENS
 from kvledger.audit.events import EngineStarted, RequestAdded
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import is_live
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.replay.engine_audit import EngineAudit
 from kvledger.audit.replay.journals import audit_paths
 

@@ -10,7 +10,7 @@ from tests.engines.observed import observe
 from tests.scenarios.workloads import crowd
 
 from kvledger.audit import events as ev
-from kvledger.audit.simulate.settings import setup
+from kvledger.audit.simulate.study import setup
 from kvledger.audit.traffic.reader import Traffic, TrafficReader
 
 

@@ -24,8 +24,7 @@ from kvledger.audit.replay.find import journals_at
 from kvledger.audit.simulate.engine import Timing, by_step, by_time
 from kvledger.audit.simulate.request_trace import traced
 from kvledger.audit.simulate.rows import Counting, Difference, Run, differences
-from kvledger.audit.simulate.settings import Variant
-from kvledger.audit.simulate.study import Outcome, Study
+from kvledger.audit.simulate.study import Outcome, Study, Variant
 from kvledger.audit.simulate.study import recording as recording_of
 from kvledger.audit.traffic.reader import RecordedRequest, Traffic
 

@@ -275,7 +275,7 @@ def test_what_drafts_and_connectors_answered_comes_with_the_traffic() -> None:
 
 @pytest.mark.parametrize("name", ORDER)
 def test_every_setting_that_is_changed_can_be_simulated(name: str) -> None:
-    from kvledger.audit.simulate.settings import parsed
+    from kvledger.audit.simulate.study import parsed
 
     value: dict[str, Any] = {"scheduling_policy": "priority"}
     assert name == parsed(f"{name}={value.get(name, 1)}")[0]

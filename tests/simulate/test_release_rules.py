@@ -16,8 +16,7 @@ from tests.simulate.timed import Arrival, conversations, recorded, write
 from kvledger.audit.events import EngineStarted, Event, Setting
 from kvledger.audit.replay.windows import EVERYTHING
 from kvledger.audit.simulate.processes import Environments
-from kvledger.audit.simulate.settings import Variant
-from kvledger.audit.simulate.study import Outcome, Study, recording
+from kvledger.audit.simulate.study import Outcome, Study, Variant, recording
 from kvledger.exporters.reports import diff_explained
 
 pytestmark = pytest.mark.releases

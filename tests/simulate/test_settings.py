@@ -10,9 +10,8 @@ from tests.simulate.recordings import read_traffic
 
 from kvledger.audit import events as ev
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.simulate.settings import Variant, not_recorded, parsed, setup
-from kvledger.audit.simulate.step_changes import STEP_HANDLERS, StepChanges
-from kvledger.audit.simulate.study import Goal, goal
+from kvledger.audit.simulate.rows import STEP_HANDLERS, StepChanges
+from kvledger.audit.simulate.study import Goal, Variant, goal, not_recorded, parsed, setup
 from kvledger.audit.traffic.reader import NoTraffic, Traffic
 
 pytest.importorskip("vllm")

@@ -20,7 +20,7 @@ from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal.writer import JournalWriter
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Observation
 
 STEP_US, TOKEN_US, DECODE_US = 4_000, 20, 150
 """How long a step takes, and how much longer for each scheduled token and each request that decodes."""

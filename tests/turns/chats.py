@@ -18,8 +18,8 @@ from tests.incidents.serving import nanoseconds, planned_clock
 from tests.scenarios.driving import Driver, engine_setup
 
 from kvledger.audit.engines import choose, host_version
-from kvledger.audit.engines.request_labels import SESSION
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.engines.configuration import SESSION
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.journal.writer import JournalWriter
 
 BLOCK = 16

@@ -10,13 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from .example import ExampleReader
-from .lmcache import LMCacheReader
-from .lmcache_mp import LMCacheMPReader
+from .lmcache import LMCacheMPReader, LMCacheReader
 from .metadata_reader import MetadataReader
 from .multi import MultiReader
 from .nixl import NixlReader
-from .offloading import OffloadingReader
-from .simple_cpu_offload import SimpleCPUOffloadReader
+from .offloading import OffloadingReader, SimpleCPUOffloadReader
 
 _readers: dict[str, type[MetadataReader]] = {
     "ExampleConnector": ExampleReader,

@@ -21,8 +21,7 @@ from ... import events as ev
 from ..step_log import StepLog
 from .device_buffers import Known, Pending, Sent, Slot, Slots
 from .fingerprint import odd_numbers
-from .keys_and_values import all_parts
-from .layout import Layout
+from .layout import Layout, all_parts
 
 PROJECTIONS = 8
 """Numbers of a sketch for each part of a block."""

@@ -26,7 +26,7 @@ from .block_tables import NULL_BLOCK
 if TYPE_CHECKING:
     from .device_buffers import Pending
     from .layout import GroupLayout
-    from .part_fingerprints import PartPrints, Rows
+    from .seal_fingerprints import PartPrints, Rows
 
 TABLE: tuple[Hook, ...] = (
     Hook("", "bind_connector_metadata", (), after="bound"),
@@ -80,7 +80,7 @@ class CustodyWatch:
         """Fingerprints that were not emitted yet, oldest first."""
         self._hooks: Hooks | None = None
         if self._groups:
-            from .part_fingerprints import PartPrints
+            from .seal_fingerprints import PartPrints
 
             groups = watch.layout.groups
             self._prints = {group: PartPrints(groups[group].layers, key) for group in self._groups}

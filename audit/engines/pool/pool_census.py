@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import events as ev
 from .call_buffer import CallBuffer, block_ids
-from .hash_ids import cache_map
+from .hash_tracker import cache_map
 
 SWEEP_BLOCKS = 64
 """How many blocks of each pool are reported in a turn of blocks."""

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from ... import events as ev
 from .allocations import Allocations
-from .call_buffer import CallBuffer, block_ids, reference_counts
-from .caller_stack import Caller, Callers
-from .hash_ids import HashId
+from .call_buffer import CallBuffer, Caller, Callers, block_ids, reference_counts
+from .hash_tracker import HashId
 from .prefixes import Prefixes
 
 

@@ -21,20 +21,301 @@ lookahead slots (refused). ``append_slots`` is not observed, because no count ch
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from ... import events as ev
-from ...hooks import Hook
-from ...text import cut_id
-from .lookups import LookupObserver
-from .sequence import (
-    ObservedSequence,
-    configuration_of,
-    is_accounted,
-    reason_of,
-    refuse_unsupported,
-    remembered_hit,
-)
+from ...hooks import EngineMismatch, Hook
+from ...text import cut_id, cut_priority
+from ..observer import CENSUS_STEPS, Observer
+
+# --- One v0 sequence under observation, and what kvledger reads from a v0 scheduler without changing it.
+#
+# Private names of vLLM 0.9.1 and 0.9.2 stand here and in ``observer``, nowhere else.
+
+
+class ObservedSequence:
+    """A sequence group of one sequence, its last lookup and its current step."""
+
+    __slots__ = (
+        "cached",
+        "chunk",
+        "data",
+        "group",
+        "looked_up",
+        "looked_up_step",
+        "outputs",
+        "preempted",
+        "request_id",
+        "running",
+        "seq_id",
+        "then",
+    )
+
+    def __init__(self, group: Any, running: bool) -> None:
+        self.group = group
+        """vLLM's sequence group."""
+        self.request_id: str = group.request_id
+        """The request's id."""
+        self.seq_id: int = group.first_seq.seq_id
+        """vLLM's number of the sequence."""
+        self.data = group.first_seq.data
+        """vLLM's token counts of the sequence."""
+        self.running = running
+        """Whether the sequence has been admitted."""
+        self.preempted = False
+        """Whether the sequence was preempted before."""
+        self.looked_up = 0
+        """The hit that the engine keeps for the waiting request."""
+        self.looked_up_step = -1
+        """The step of the lookup that returned it; -1: none."""
+        self.cached = -1
+        """The tokens that the cache held at the allocation; -1: unknown."""
+        self.chunk = 0
+        """The scheduled tokens whose output has not arrived."""
+        self.then = 0
+        """The computed count when the chunk was scheduled."""
+        self.outputs = 0
+        """The output tokens when the chunk was scheduled."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the engine has processed the output of the scheduled chunk."""
+        return bool(self.data.get_num_computed_tokens() != self.then)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The engine's computed count plus the scheduled chunk."""
+        count = int(self.data.get_num_computed_tokens())
+        return count + self.chunk if count == self.then else count
+
+
+def tracker_of(scheduler: Any) -> Any:
+    """``ComputedBlocksTracker``, which keeps the hits of lookups; None without prefix caching."""
+    manager = scheduler.block_manager
+    return manager._computed_blocks_tracker if getattr(manager, "enable_caching", False) else None
+
+
+def remembered_hit(scheduler: Any, seq_id: int) -> int | None:
+    """The hit that the tracker keeps for a sequence and would return without a lookup; None: none."""
+    tracker = tracker_of(scheduler)
+    return None if tracker is None else tracker._seq_id_to_num_tokens_computed.get(seq_id)
+
+
+def cached_now(scheduler: Any, seq_id: int) -> int:
+    """Tokens of a sequence that the cache holds now; -1 without a cache or before the first lookup."""
+    tracker = tracker_of(scheduler)
+    hashes = None if tracker is None else tracker._seq_id_to_blocks_hashes.get(seq_id)
+    if tracker is None or hashes is None:
+        return -1
+    return len(tracker._allocator.find_cached_blocks_prefix(hashes)) * int(tracker._block_size)
+
+
+def is_accounted(group: Any) -> bool:
+    """Whether kvledger keeps an account of this group: one sequence, no encoder."""
+    return len(group.seqs) == 1 and group.encoder_seq is None
+
+
+_TRACKED = ("_seq_id_to_num_tokens_computed", "_seq_id_to_blocks_hashes", "_allocator", "_block_size")
+
+
+def refuse_unsupported(scheduler: Any) -> None:
+    """Raise EngineMismatch for a tracker without the expected attributes, and for several tokens a step."""
+    config, tracker = scheduler.scheduler_config, tracker_of(scheduler)
+    missing = [name for name in _TRACKED if tracker is not None and not hasattr(tracker, name)]
+    if missing:
+        raise EngineMismatch(f"ComputedBlocksTracker has no {', '.join(missing)}")
+    if config.num_scheduler_steps > 1 or config.num_lookahead_slots:
+        raise EngineMismatch("several tokens a step of a v0 scheduler are not accounted")
+
+
+@functools.cache
+def reason_of(status: Any) -> str:
+    """``length`` for ``SequenceStatus.FINISHED_LENGTH_CAPPED``."""
+    return str(status.name).removeprefix("FINISHED_").removesuffix("_CAPPED").lower()
+
+
+def configuration_of(scheduler: Any) -> dict[str, ev.Setting]:
+    """Plain settings that the figures depend on; no paths, no prompts, no addresses."""
+    config, cache = scheduler.scheduler_config, scheduler.cache_config
+    return {
+        "scheduler": type(scheduler).__name__,
+        "asynchronous": bool(scheduler.use_async_output_proc),
+        "policy": str(config.policy),
+        "block_size": int(cache.block_size),
+        "blocks": int(cache.num_gpu_blocks or 0),
+        "groups": 1,
+        "max_running": int(config.max_num_seqs),
+        "max_batched_tokens": int(config.max_num_batched_tokens),
+        "max_model_len": int(config.max_model_len),
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "chunked_prefill": bool(config.chunked_prefill_enabled),
+        "preemption_mode": config.preemption_mode,
+        "drafts": 0,
+        "connector": None,
+        "plan": "opaque",
+        "load_failure_policy": None,
+        "figures": "none",
+        "census_steps": CENSUS_STEPS,
+    }
+
+
+# --- Requests of a v0 scheduler: their prefix-cache lookups, whether each led to an admission, and their
+# ends.
+#
+# Every attempt to admit a waiting request looks it up. If the release keeps the hit of a failed attempt,
+# :class:`~kvledger.audit.events.LookupKept` reports this: at the admission that uses the hit, or at the end
+# of a request whose hit is never released. As in v1, the events of a step's lookups are emitted when the
+# step is over.
+
+
+class LookupObserver(Observer):
+    """Handles arrivals, the tracker's answers and the allocations that follow them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sequences: dict[str, ObservedSequence] = {}
+        """The living requests, by request id."""
+        self._by_sequence_id: dict[int, ObservedSequence] = {}
+        """The same, by vLLM's sequence id."""
+        self._attempts: dict[str, ObservedSequence] = {}
+        """The requests looked up in this step, by request id."""
+        self._admissions: dict[str, ObservedSequence] = {}
+        """The requests for which blocks were allocated in this step, by request id."""
+        self._failed_attempts: dict[str, ev.AdmissionFailed] = {}
+        """The failed attempts of each waiting request that are being counted, by request id."""
+
+    def emit_failed_attempts(self) -> None:
+        for failed in self._failed_attempts.values():
+            self.log.emit(failed)
+
+    def _observe(self, group: Any) -> ObservedSequence:
+        running = group.first_seq.status.name != "WAITING"
+        sequence = ObservedSequence(group, running)
+        self._sequences[sequence.request_id] = self._by_sequence_id[sequence.seq_id] = sequence
+        return sequence
+
+    def request_added(self, _: None, __: None, seq_group: Any) -> None:
+        request_id = seq_group.request_id
+        if request_id in self._sequences:
+            return
+        number, now = self.log.intern(request_id), self.log.now()
+        if not is_accounted(seq_group):  # an end without a beginning gives an unknown account
+            self.log.emit(ev.Finished(now, number, "not_followed", 0, -1, -1, -1, -1))
+            self.log.forget(request_id)
+            return
+        self._observe(seq_group)
+        self.log.emit(
+            ev.RequestAdded(
+                at=now,
+                request=number,
+                request_id=cut_id(request_id),
+                prompt_tokens=seq_group.first_seq.get_prompt_len(),
+                max_tokens=getattr(seq_group.sampling_params, "max_tokens", None),
+                priority=cut_priority(seq_group.priority),
+                pooling=seq_group.pooling_params is not None,
+                labels=self.labels.of(seq_group),
+            )
+        )
+
+    def look_up_begins(self, seq: Any) -> int | None:
+        """``get_num_cached_tokens`` is called: note the hit that the tracker keeps."""
+        return remembered_hit(self.scheduler, seq.seq_id)
+
+    def looked_up(self, kept: int | None, tokens: int, seq: Any) -> None:
+        """``get_num_cached_tokens`` returned; nothing was looked up if the tracker kept a hit."""
+        sequence = self._by_sequence_id.get(seq.seq_id)
+        if sequence is None or sequence.running:
+            return  # a later chunk: its hit was settled with the first
+        if kept is None or sequence.looked_up_step < 0:
+            sequence.looked_up, sequence.looked_up_step = tokens, self.step
+        self._attempts[sequence.request_id] = sequence
+
+    def allocated(self, seq_group: Any) -> None:
+        """``allocate`` is called: the tokens cached now decide which blocks the table will share."""
+        sequence = self._sequences.get(seq_group.request_id)
+        if sequence is not None:
+            sequence.cached = cached_now(self.scheduler, sequence.seq_id)
+            self._admissions[sequence.request_id] = sequence
+
+    # --- what became of them ---------------------------------------------------------------------------
+
+    def _executed(self, row: Any, sequence: ObservedSequence) -> tuple[int, int]:
+        """The hit that a prompt's chunk uses, and the tokens that are executed.
+
+        As in ``ModelRunner._compute_for_prefix_cache_hit``, the hit is the blocks that the step's metadata
+        lists as computed, and the last token of a full hit is executed.
+        """
+        hit = len(row.computed_block_nums or ()) * self.scheduler.cache_config.block_size
+        if self.scheduler.cache_config.sliding_window is not None:
+            hit = 0
+        end = min(sequence.data.get_len(), sequence.then + sequence.chunk)
+        hit = min(hit, end)
+        return hit, end - max(sequence.then, min(hit, end - 1))
+
+    def _admit(self, tokens: dict[str, int], hits: dict[str, int]) -> None:
+        """Emit what became of this step's lookups."""
+        for request_id, sequence in self._attempts.items():
+            if request_id not in self._admissions:
+                self._not_admitted(sequence)
+        for request_id, sequence in self._admissions.items():
+            if request_id in tokens:
+                self._admitted(sequence, hits.get(request_id, 0), tokens[request_id])
+
+    def _admitted(self, sequence: ObservedSequence, hit: int, executed: int) -> None:
+        emit, now, number = self.log.emit, self.log.now(), self.log.ids[sequence.request_id]
+        failed = self._failed_attempts.pop(sequence.request_id, None)
+        if failed is not None:
+            emit(failed)
+        asked = sequence.looked_up_step
+        if asked >= 0:
+            emit(ev.LookedUp(now, number, asked, sequence.looked_up))
+            if asked != self.step or sequence.cached not in (-1, sequence.looked_up):
+                self._emit_kept(sequence, sequence.looked_up, sequence.cached, ended=False)
+        computed = sequence.then + sequence.chunk - executed
+        given_back = int(hit == sequence.then + sequence.chunk)
+        before = computed + given_back
+        emit(ev.Admitted(now, number, self.step, sequence.preempted, hit, 0, False, before))
+        if given_back:
+            emit(ev.RolledBack(now, number, "full_hit", before, computed))
+        sequence.running, sequence.looked_up_step = True, -1
+        self.log.admitted(sequence.request_id, runs=True)
+
+    def _not_admitted(self, sequence: ObservedSequence) -> None:
+        """Count an equal failed attempt of an earlier step, or begin to count this one."""
+        request_id, tokens = sequence.request_id, sequence.looked_up
+        last = self._failed_attempts.get(request_id)
+        attempts = 1
+        if last is not None:
+            if last.local_tokens == tokens:
+                attempts = last.attempts + 1
+            else:
+                self.log.emit(last)
+        self._failed_attempts[request_id] = ev.AdmissionFailed(
+            self.log.now(), self.log.ids[request_id], self.step, "not_allocated", tokens, 0, attempts
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def _end(self, sequence: ObservedSequence, finished: ev.Finished) -> None:
+        """Emit ``Finished``, and before it ``LookupKept`` if the engine never forgets the lookup."""
+        request_id, emit = sequence.request_id, self.log.emit
+        failed = self._failed_attempts.pop(request_id, None)
+        if failed is not None:
+            emit(failed)
+        kept = remembered_hit(self.scheduler, sequence.seq_id)
+        if kept is not None:
+            held = cached_now(self.scheduler, sequence.seq_id)
+            self._emit_kept(sequence, kept, held, ended=True)
+        emit(finished)
+        self._sequences.pop(request_id, None)
+        self._by_sequence_id.pop(sequence.seq_id, None)
+        self.log.forget(request_id)
+
+    def _emit_kept(self, sequence: ObservedSequence, answer: int, held: int, *, ended: bool) -> None:
+        number, asked = self.log.ids[sequence.request_id], sequence.looked_up_step
+        now = self.log.now()
+        self.log.emit(ev.LookupKept(now, number, self.step, asked, answer, held, ended))
 
 
 class V0Observer(LookupObserver):

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ... import events as ev
-from ... import pool_calls
 from .pool import calls
 
 ALLOCATED, HIT, CACHED, FREED, DEFERRED, EVICTED, RESET, MOVED, TABLE, REMOVED, REPORTED, LOST = range(12)
@@ -142,7 +141,7 @@ def _seen(contents: Contents, event: ev.PoolSeen) -> Sequence[Change]:
     return ()
 
 
-def _allocated(contents: Contents, event: pool_calls.BlocksAllocated) -> Iterator[Change]:
+def _allocated(contents: Contents, event: ev.BlocksAllocated) -> Iterator[Change]:
     pool = contents.pool(event.pool)
     leave, owner, null = pool.hashes.pop, pool.owner, pool.null
     for request, group, blocks in event.calls():
@@ -154,7 +153,7 @@ def _allocated(contents: Contents, event: pool_calls.BlocksAllocated) -> Iterato
         yield Change(ALLOCATED, event.at, event.step, event.pool, request, group, blocks, evicted)
 
 
-def _touched(contents: Contents, event: pool_calls.BlocksTouched) -> Iterator[Change]:
+def _touched(contents: Contents, event: ev.BlocksTouched) -> Iterator[Change]:
     pool = contents.pool(event.pool)
     blocks, references = _without_null(pool, event.blocks, event.references)
     if event.request < 0:  # a connector holds blocks, whatever they contain
@@ -188,7 +187,7 @@ def _cached(contents: Contents, event: ev.BlocksCached) -> Iterator[Change]:
                 yield Change(CACHED, at, step, number, request, group, blocks, (), hash_ids, ends)
 
 
-def _freed(contents: Contents, event: pool_calls.BlocksFreed) -> Iterator[Change]:
+def _freed(contents: Contents, event: ev.BlocksFreed) -> Iterator[Change]:
     blocks, references = _without_null(contents.pool(event.pool), event.blocks, event.references)
     head = event.at, event.step, event.pool, event.request, event.group
     yield Change(FREED, *head, blocks, numbers=references)
@@ -231,12 +230,12 @@ def _reported(contents: Contents, event: ev.BlockStatesReported) -> Iterator[Cha
     yield Change(REPORTED, event.at, event.step, event.pool, -1, -1, found, named)
 
 
-def _tables(contents: Contents, event: pool_calls.TablesReported) -> Iterator[Change]:
+def _tables(contents: Contents, event: ev.TablesReported) -> Iterator[Change]:
     for request, group, _, blocks in event.tables():
         yield Change(TABLE, event.at, event.step, 0, request, group, blocks)
 
 
-def _removed(contents: Contents, event: pool_calls.TablesRemoved) -> Iterator[Change]:
+def _removed(contents: Contents, event: ev.TablesRemoved) -> Iterator[Change]:
     for request in event.requests:
         yield Change(REMOVED, event.at, 0, 0, request)
 
@@ -263,17 +262,17 @@ def _without_null(
 
 _READS: dict[type[ev.Event], Callable[[Contents, Any], Any]] = {
     ev.PoolSeen: _seen,
-    pool_calls.BlocksAllocated: _allocated,
-    pool_calls.BlocksTouched: _touched,
+    ev.BlocksAllocated: _allocated,
+    ev.BlocksTouched: _touched,
     ev.BlocksCached: _cached,
-    pool_calls.BlocksFreed: _freed,
+    ev.BlocksFreed: _freed,
     ev.BlocksDeferred: _deferred,
     ev.BlocksEvicted: _evicted,
     ev.BlockCopied: _copied,
     ev.PoolReset: _reset,
     ev.BlockStatesReported: _reported,
-    pool_calls.TablesReported: _tables,
-    pool_calls.TablesRemoved: _removed,
+    ev.TablesReported: _tables,
+    ev.TablesRemoved: _removed,
     ev.Gap: _lost,
     ev.HookFailed: _lost,
     ev.EngineRaised: _raised,

@@ -12,7 +12,6 @@ from typing import TypeAlias
 import msgspec
 
 from ... import events as ev
-from ... import pool_calls
 from ..account import Made
 
 # --- records -------------------------------------------------------------------------------------------
@@ -328,11 +327,9 @@ def _split(event: ev.PoolCalls) -> Iterator[ev.Event]:
             row = [request, group, more >> 1, count // 3, *follow]
             yield ev.BlocksCached(at, step, pool, row, bool(more & 1), stack)
         elif code == ev.ALLOCATED:
-            yield pool_calls.BlocksAllocated(
-                at, step, pool, event.by[more], [request, group, count, *follow], stack
-            )
+            yield ev.BlocksAllocated(at, step, pool, event.by[more], [request, group, count, *follow], stack)
         elif code in (ev.TOUCHED, ev.FREED):
-            kind = pool_calls.BlocksTouched if code == ev.TOUCHED else pool_calls.BlocksFreed
+            kind = ev.BlocksTouched if code == ev.TOUCHED else ev.BlocksFreed
             half = count // 2
             by, ids, references = event.by[more], follow[:half], follow[half:]
             yield kind(at, step, pool, request, group, by, ids, references, stack)
@@ -340,10 +337,10 @@ def _split(event: ev.PoolCalls) -> Iterator[ev.Event]:
             half = count // 2
             allocated = [group, group, 1, group] * half
             allocated[::4], allocated[3::4] = follow[half:], follow[:half]
-            yield pool_calls.BlocksAllocated(at, step, pool, event.by[more], allocated, stack)
+            yield ev.BlocksAllocated(at, step, pool, event.by[more], allocated, stack)
         elif code == ev.IN_STEP:
             step = more
         elif code == ev.TABLES_REPORTED:
-            yield pool_calls.TablesReported(at, step, follow)
+            yield ev.TablesReported(at, step, follow)
         else:
-            yield pool_calls.TablesRemoved(at, [request])
+            yield ev.TablesRemoved(at, [request])

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from msgspec.structs import replace
 
 from ... import events as ev
-from ... import pool_calls
 from ...bounded_tables import keep_newest
 from ...causes import BLOCKS, NEVER_LOADED, NOT_PLANNED, REPLAY, RESET
 from ..account import Account, Life, Made
@@ -373,7 +372,7 @@ OF_WHOLE_TABLES = ("free", "free_blocks")
 
 def left_window(
     holdings: Holdings,
-    event: pool_calls.BlocksFreed,
+    event: ev.BlocksFreed,
     pool: Pool,
     block: int,
     record: Block,
@@ -530,7 +529,7 @@ Reads = dict[tuple[int, int], list[Lack]]
 """What a request reads without valid KV, by pool and block."""
 
 
-def hit(holdings: Holdings, event: pool_calls.BlocksTouched, block: int, record: Block) -> None:
+def hit(holdings: Holdings, event: ev.BlocksTouched, block: int, record: Block) -> None:
     """A request hit a cached block: its first read is judged, unless the block is known to be valid."""
     filled, hits = record.filled, holdings.hits.setdefault(event.request, {})
     hits[event.pool, event.group] = hits.get((event.pool, event.group), 0) + 1
@@ -858,7 +857,7 @@ HitWeights = tuple[int, int, int, int, str]
 """Start and end of positions that a request hit, version and oldest version of their KV, and who wrote it."""
 
 
-def note_weights(holdings: Holdings, event: pool_calls.BlocksTouched, record: Block) -> None:
+def note_weights(holdings: Holdings, event: ev.BlocksTouched, record: Block) -> None:
     """A request hit a cached block after the weights had changed: note who filled the block."""
     rows = holdings.hit_blocks.setdefault(event.request, {}).setdefault((event.pool, event.group), [])
     rows.append(_writer_of(record))

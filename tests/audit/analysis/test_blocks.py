@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.analysis.block_states import BlockStates, BlockUse, Occupancy, Quantiles, Stay
-from kvledger.audit.analysis.block_trace import (
+from kvledger.audit.analysis.cache_misses import CHUNKED, SLIDING, STATE, WHOLE, Group, lacking
+from kvledger.audit.analysis.prefixes import Prefix
+from kvledger.audit.analysis.trace_reader import (
     ADMIT,
     CACHED,
     DROP,
@@ -23,14 +24,12 @@ from kvledger.audit.analysis.block_trace import (
     BlockTrace,
     Operation,
     TraceLife,
+    TraceReader,
     TraceRequest,
 )
-from kvledger.audit.analysis.group_boundaries import CHUNKED, SLIDING, STATE, WHOLE, Group, lacking
-from kvledger.audit.analysis.prefixes import Prefix
-from kvledger.audit.analysis.simulated_pool import SimulatedPool
-from kvledger.audit.analysis.trace_reader import TraceReader
+from kvledger.audit.analysis.whatif import SimulatedPool
 from kvledger.audit.ledger.blocks.contents import Contents
-from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes, block_trace
+from kvledger.audit.replay.request_traces import RecordedBlocks, block_prefixes, block_trace
 
 # --- prefixes by what the cache saved and lost: small histories of block events ---------------------------
 
@@ -55,20 +54,18 @@ class Recording:
         whole = len(hit) + len(computed)
         self.events.append(ev.RequestAdded(at, number, f"r{number}", whole * SIZE + 1))
         if hit:
-            touched = pool_calls.BlocksTouched(at, 1, 0, number, 0, "touch", list(hit), [1] * len(hit))
+            touched = ev.BlocksTouched(at, 1, 0, number, 0, "touch", list(hit), [1] * len(hit))
             self.events.append(touched)
         ids = [block for block, _ in computed]
         rows = [number, 0, len(ids), *ids]
-        self.events.append(pool_calls.BlocksAllocated(at + 1, 1, 0, "allocate", rows))
+        self.events.append(ev.BlocksAllocated(at + 1, 1, 0, "allocate", rows))
         cached = [number, 0, -1, len(ids)]
         for place, (block, hash_id) in enumerate(computed):
             cached += [block, hash_id, (len(hit) + place + 1) * SIZE]
         self.events.append(ev.BlocksCached(at + 1, 1, 0, cached))
         self.events.append(ev.Admitted(at, number, 1, False, len(hit) * SIZE, 0, False, len(hit) * SIZE))
         freed = [*hit, *ids]
-        self.events.append(
-            pool_calls.BlocksFreed(at + 2, 1, 0, number, 0, "free", freed[::-1], [0] * len(freed))
-        )
+        self.events.append(ev.BlocksFreed(at + 2, 1, 0, number, 0, "free", freed[::-1], [0] * len(freed)))
 
     def prefixes(self) -> dict[str, Prefix]:
         recorded = RecordedBlocks(Path("engine"))
@@ -210,7 +207,7 @@ def test_free_blocks_of_a_trace_that_begins_in_the_middle_are_unknown_until_repo
     last = occupancies[-1]
     assert (1, 2, 1, 0) == (last.running, last.cached, last.empty, last.unknown)
 
-    allocated = pool_calls.BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 4])
+    allocated = ev.BlocksAllocated(1, 1, 0, "allocate", [0, 0, 1, 4])
     _, occupancies, _ = followed([seen, allocated])
     assert (2, 0, 0, 2) == tuple(
         getattr(occupancies[-1], n) for n in ("running", "cached", "empty", "unknown")

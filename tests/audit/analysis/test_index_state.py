@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvledger.audit.analysis.index_state import IndexState
+from kvledger.audit.analysis.routing import IndexState
 from kvledger.audit.events import CLEARED, KEYED, LOOKAHEAD, STORED, KVEventsReceived
 
 OTHER_TIER = 0

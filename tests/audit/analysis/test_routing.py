@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit.analysis.group_boundaries import SLIDING, Group
-from kvledger.audit.analysis.routed_cache import RecentCounts, RoutedCache
-from kvledger.audit.analysis.router_index import TokensIndex, UncountedIndex, contents_of
+from kvledger.audit.analysis.cache_misses import SLIDING, Group
 from kvledger.audit.analysis.routing import (
     COPY_REMOVED,
     ELSEWHERE,
@@ -29,9 +27,14 @@ from kvledger.audit.analysis.routing import (
     STORED_SINCE,
     UNKNOWN,
     EngineSide,
+    RecentCounts,
+    RoutedCache,
     RoutedRequest,
     Row,
     Sides,
+    TokensIndex,
+    UncountedIndex,
+    contents_of,
     row_of,
 )
 from kvledger.audit.causes import WINDOW

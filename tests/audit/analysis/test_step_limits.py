@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests import journals
 
-from kvledger.audit.analysis.step_limits import (
+from kvledger.audit.analysis.step_times import (
     BLOCKS,
     BUDGET,
     KEPT_MINUTES,

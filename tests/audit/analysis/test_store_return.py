@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.audit.checks.kv_histories import POOL
 from tests.simulated_trace import started
 
-from kvledger.audit import pool_calls
+from kvledger.audit import events
 from kvledger.audit.analysis.costs import Loads
 from kvledger.audit.analysis.step_model import Coefficient, StepModel
 from kvledger.audit.analysis.store_return import (
@@ -39,7 +39,7 @@ A, B = 101, 102
 
 def cached(at: int, request: int, block: int, hash_id: int) -> list[Event]:
     return [
-        pool_calls.BlocksAllocated(at, 1, 0, "allocate_slots", [request, 0, 1, block]),
+        events.BlocksAllocated(at, 1, 0, "allocate_slots", [request, 0, 1, block]),
         BlocksCached(at, 1, 0, [request, 0, BLOCK, 1, block, hash_id, BLOCK]),
     ]
 
@@ -86,8 +86,8 @@ def returned(*events: Event, level: str = "blocks", **settings: int | str) -> St
 def test_of_several_groups_the_first_of_full_attention_is_counted() -> None:
     pool = replace(POOL, groups=[0, BLOCK, 1, 1, BLOCK, 2], windows=[0, BLOCK, 0])
     both = [
-        pool_calls.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 0, 1, 5]),
-        pool_calls.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 1, 1, 6]),
+        events.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 0, 1, 5]),
+        events.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 1, 1, 6]),
         BlocksCached(1, 1, 0, [0, 0, BLOCK, 1, 5, B, BLOCK]),
         BlocksCached(1, 1, 0, [0, 1, BLOCK, 1, 6, A, BLOCK]),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvledger.audit import causes
-from kvledger.audit.analysis.block_trace import (
+from kvledger.audit.analysis.trace_reader import (
     ADMIT,
     CACHED,
     DROP,
@@ -15,8 +15,8 @@ from kvledger.audit.analysis.block_trace import (
     Change,
     RecordedRequest,
     TraceLife,
+    TraceReader,
 )
-from kvledger.audit.analysis.trace_reader import TraceReader
 from kvledger.audit.analysis.turns import Turn, TurnReader, across_engines
 
 SIZE = 10

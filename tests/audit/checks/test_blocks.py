@@ -15,8 +15,8 @@ from tests.scenarios.driving import start
 from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.engines import host_version
-from kvledger.audit.engines.pool.manager_observer import ManagerObserver
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.engines.pool.pool_watch import ManagerObserver
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

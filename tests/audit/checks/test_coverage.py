@@ -19,7 +19,7 @@ from kvledger.audit.checks.coverage import (
 )
 from kvledger.audit.checks.registry import KINDS, catalogue
 from kvledger.audit.events import EngineStarted
-from kvledger.audit.faults.releases import EXAMINED
+from kvledger.audit.faults.catalogue import EXAMINED
 
 WITH_ALL = {"connector": "C", "plan": "read", "kv_events_port": 5557, "encoder_cache": 2048}
 

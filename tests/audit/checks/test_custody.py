@@ -11,6 +11,7 @@ from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.checks.registry import Violation
 from kvledger.audit.events import (
     Admitted,
+    BlocksAllocated,
     BlocksCached,
     BlocksMoved,
     EngineStarted,
@@ -20,7 +21,6 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.content_postings import differences
-from kvledger.audit.pool_calls import BlocksAllocated
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

@@ -18,7 +18,7 @@ from tests.engines.observed import each, observe
 from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.engines.steps import AT_REST_STEPS
-from kvledger.audit.pool_calls import TablesReported
+from kvledger.audit.events import TablesReported
 from kvledger.audit.traffic.driver import Driver
 from kvledger.audit.traffic.engine_setup import EngineSetup
 

@@ -15,7 +15,7 @@ from tests.scenarios.driving import Attach, Driver, lora
 
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.events import EngineStarted, RequestAdded
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss

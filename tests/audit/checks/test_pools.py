@@ -19,10 +19,10 @@ from tests.scenarios.driving import engine_setup
 from tests.scenarios.registry import HYBRID
 
 from kvledger.audit.engines import host_version
-from kvledger.audit.engines.pool.manager_observer import ManagerObserver
+from kvledger.audit.engines.pool.pool_watch import ManagerObserver
 from kvledger.audit.events import BlocksDeferred, PoolSeen
 from kvledger.audit.hooks import EngineMismatch
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.traffic.driver import Driver
 
 violates = pytest.mark.violates

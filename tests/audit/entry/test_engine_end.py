@@ -18,8 +18,8 @@ from kvledger.audit import engines
 from kvledger.audit.entry import engine_end
 from kvledger.audit.entry.engine_end import GRACE_SECONDS
 from kvledger.audit.events import Snapshot, WorkerStepped
-from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import take_lock
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.recorder import Recorder
 
 LIVE, DEAD = 4711, 4712

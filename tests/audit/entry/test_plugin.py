@@ -25,7 +25,7 @@ from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry import plugin
 from kvledger.audit.entry.variables import VARIABLES
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.traffic.driver import Driver, EngineSetup
 

@@ -8,9 +8,17 @@ import msgspec
 import pytest
 
 from kvledger.audit.checks.registry import catalogue as invariants
-from kvledger.audit.faults.catalogue import HARMS, Fault, catalogue, known, read, short_name
+from kvledger.audit.faults.catalogue import (
+    EXAMINED,
+    HARMS,
+    Fault,
+    Product,
+    catalogue,
+    known,
+    read,
+    short_name,
+)
 from kvledger.audit.faults.conditions import CONDITIONS, traits
-from kvledger.audit.faults.releases import EXAMINED, Product
 from kvledger.audit.release_semantics import limits, meanings, release
 
 FAULTS = catalogue().values()

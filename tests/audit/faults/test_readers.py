@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.faults.catalogue import catalogue
-from kvledger.audit.faults.releases import EXAMINED
+from kvledger.audit.faults.catalogue import EXAMINED, catalogue
 
 ROOT = Path(__file__).parents[3]
 FAULTS = catalogue().values()

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvledger.audit.engines.configuration import SCHEDULER
+from kvledger.audit.faults.catalogue import EXAMINED, ReleaseRule, begun, by_switch, release_rules
+from kvledger.audit.faults.catalogue import read_rules as read
 from kvledger.audit.faults.conditions import CONDITIONS
-from kvledger.audit.faults.release_rules import ReleaseRule, begun, by_switch, read, release_rules
-from kvledger.audit.faults.releases import EXAMINED
-from kvledger.audit.simulate.settings import NAMES
+from kvledger.audit.simulate.study import NAMES
 
 RULES = release_rules()
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.faults.catalogue import Fault, catalogue
+from kvledger.audit.faults.catalogue import EXAMINED, Affected, Fault, catalogue, checked, of_all, of_release
 from kvledger.audit.faults.conditions import sentence, unmet
-from kvledger.audit.faults.listing import of_all, of_release
-from kvledger.audit.faults.releases import EXAMINED, Affected, checked
 
 SPAN = Affected(first="0.17.0", last="0.20.0", fixed="0.24.0")
 

@@ -34,7 +34,7 @@ ADDED = {
         counters=(Counter("kvledger_admissions", "Work", "Admissions, resumptions included."),),
     ),""",
     ),
-    "audit/figures/labels.py": (
+    "audit/figures/figure.py": (
         "LABELS: tuple[Label, ...] = (",
         """
     Label(

@@ -13,13 +13,11 @@ from msgspec.structs import fields
 from tests import journals
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.decode import NewerBatch, UnreadableBatch, decode_batch
-from kvledger.audit.journal.folder import read
-from kvledger.audit.journal.reader import Damage, Reader
+from kvledger.audit.journal.host_folders import read
+from kvledger.audit.journal.reader import Damage, NewerBatch, Reader, UnreadableBatch, decode_batch
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths
 from kvledger.audit.text import _cleaners, cut_id, printable, shown_id
@@ -73,9 +71,9 @@ IMPOSSIBLE = [
     (ev.BlocksCached(5, 1, 0, [1, 0, 8, -1]), "rows has a count of -1"),
     (ev.BlockCopied(5, 1, 0, 1, 0, "f", [7], False), "a copy has no source and target"),
     (ev.BlocksPromised(5, 1, 1, 0, 16, 0, [7]), "block_tokens is 0"),
-    (pool_calls.BlocksAllocated(5, 1, 0, "f", [1, 0, 9]), "rows ends before its last row does"),
-    (pool_calls.BlocksFreed(5, 1, 0, 1, 0, "f", [7], []), "1 blocks have 0 reference counts"),
-    (pool_calls.TablesReported(5, 1, [1, 0, 8, -HUGE]), f"rows has a count of {-HUGE}"),
+    (ev.BlocksAllocated(5, 1, 0, "f", [1, 0, 9]), "rows ends before its last row does"),
+    (ev.BlocksFreed(5, 1, 0, 1, 0, "f", [7], []), "1 blocks have 0 reference counts"),
+    (ev.TablesReported(5, 1, [1, 0, 8, -HUGE]), f"rows has a count of {-HUGE}"),
 ]
 
 
@@ -230,7 +228,7 @@ def test_a_fifo_in_the_place_of_the_lock_does_not_block(tmp_path: Path) -> None:
 
 
 def test_every_field_with_text_is_made_printable() -> None:
-    for kind in get_args(pool_calls.AnyEvent):
+    for kind in get_args(ev.AnyEvent):
         cleaned = {name for name, _ in _cleaners(kind)}
         text = {
             field.name

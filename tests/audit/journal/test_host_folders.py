@@ -12,9 +12,8 @@ from tests import journals
 from tests.audit.journal.test_journal import make_foreign_segments
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.catalogue import find_journals, host_folders
+from kvledger.audit.journal.catalogue import facts, find_journals, host_folders
 from kvledger.audit.journal.host_folders import engine_name, host_of, journal_name, same_place
-from kvledger.audit.journal.listing import facts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.journals import audit_paths
 

@@ -24,13 +24,12 @@ from tests.examples import examples
 from tests.time_limits import HANGS
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.journal import format as seg
 from kvledger.audit.journal import writer as writing
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.folder import read, tail
 from kvledger.audit.journal.format import is_live
+from kvledger.audit.journal.host_folders import read, tail
 from kvledger.audit.journal.possible_events import impossible
 from kvledger.audit.journal.reader import Damage, Position, Reader
 from kvledger.audit.journal.writer import JournalWriter, Limits
@@ -234,10 +233,10 @@ LAYOUTS: dict[type[Any], st.SearchStrategy[dict[str, Any]]] = {
         {"size": st.integers(0, 2**53), "entries": st.none() | flat(2)}
     ),
     ev.EncoderCacheUsed: encoder_cache_used(),
-    pool_calls.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
-    pool_calls.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
-    pool_calls.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
-    pool_calls.TablesReported: st.fixed_dictionaries({"rows": counted(4, 1)}),
+    ev.BlocksAllocated: st.fixed_dictionaries({"rows": counted(3, 1)}),
+    ev.BlocksTouched: equally_long("blocks", "references", of=NUMBERS),
+    ev.BlocksFreed: equally_long("blocks", "references", of=NUMBERS),
+    ev.TablesReported: st.fixed_dictionaries({"rows": counted(4, 1)}),
 }
 """Fields whose numbers have a layout."""
 
@@ -257,7 +256,7 @@ def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
     return made.filter(lambda event: kind is ev.SnapshotRow or not impossible([event]))
 
 
-EVENTS = get_args(pool_calls.AnyEvent)
+EVENTS = get_args(ev.AnyEvent)
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
@@ -309,7 +308,7 @@ def test_impossible_contents_are_named(event: ev.Event, phrase: str) -> None:
 
 
 def test_every_event_type_is_tested() -> None:
-    named = [*vars(ev).values(), *vars(pool_calls).values()]
+    named = vars(ev).values()
     defined = {kind for kind in named if isinstance(kind, type)} - {ev.Event}
 
     tagged = {

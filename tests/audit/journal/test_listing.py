@@ -10,7 +10,7 @@ from tests import journals
 from tests.command_line import exit_code
 from tests.histories import events
 
-from kvledger.audit.journal.listing import JournalFacts, facts, prunable
+from kvledger.audit.journal.catalogue import JournalFacts, facts, prunable
 from kvledger.audit.journal.writer import JournalWriter
 
 DAY = 86_400.0

@@ -19,11 +19,10 @@ from tests.time_limits import HANGS
 
 from kvledger.audit import events as ev
 from kvledger.audit.journal import recorder as recording
-from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import is_live, segments
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.reader import Reader
-from kvledger.audit.journal.recorder import Recorder
+from kvledger.audit.journal.recorder import MemoryRecorder, Recorder
 from kvledger.audit.journal.writer import JournalWriter, Limits
 
 SOURCE = str(Path(__file__).parents[3] / "src")

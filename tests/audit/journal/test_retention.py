@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvledger.audit.errors import LedgerError
+from kvledger.audit.journal.catalogue import JOURNAL_BYTES, TOTAL_BYTES, limits, make_room
 from kvledger.audit.journal.format import take_lock
-from kvledger.audit.journal.retention import JOURNAL_BYTES, TOTAL_BYTES, limits, make_room
 from kvledger.audit.journal.writer import Limits
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tests import journals
 
-from kvledger.audit.entry.recorders import recorder_in_folder
+from kvledger.audit.entry.attach import recorder_in_folder
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Snapshot
-from kvledger.audit.journal import retention
-from kvledger.audit.journal.retention import JOURNAL_BYTES, TOTAL_BYTES
+from kvledger.audit.journal import catalogue
+from kvledger.audit.journal.catalogue import JOURNAL_BYTES, TOTAL_BYTES
 
 
 def records(folder: Path) -> bool:
@@ -72,14 +72,14 @@ def test_beside_anything(spoil: Callable[[Path], None], folder: Path) -> None:
 @pytest.mark.parametrize("function", ["_size", "is_live", "Catalogue"])
 def test_while_the_journals_vanish(function: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine removes each at the moment at which it is looked at."""
-    original = getattr(retention, function)
+    original = getattr(catalogue, function)
 
     def vanishing(path: Path) -> object:
         for journal in [path] if path != folder else list(folder.iterdir()):
             shutil.rmtree(journal, ignore_errors=True)
         return original(path)
 
-    monkeypatch.setattr(retention, function, vanishing)
+    monkeypatch.setattr(catalogue, function, vanishing)
 
     assert records(folder)
 
@@ -88,7 +88,7 @@ def test_in_a_folder_that_can_not_be_listed(folder: Path, monkeypatch: pytest.Mo
     def refused(_: Path) -> object:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(retention, "Catalogue", refused)
+    monkeypatch.setattr(catalogue, "Catalogue", refused)
 
     assert records(folder)
 

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.analysis.block_states import BlockStates
-from kvledger.audit.analysis.block_trace import DROP, EVICT, RESET
-from kvledger.audit.analysis.trace_reader import TraceReader
+from kvledger.audit.analysis.trace_reader import DROP, EVICT, RESET, TraceReader
 from kvledger.audit.ledger.blocks.contents import Contents, is_named
 from kvledger.audit.ledger.kv_events import REMOVED, STORED, CacheChanges
 from kvledger.audit.ledger.ledger import Ledger
@@ -31,7 +29,7 @@ def seen(cached: int = 0) -> ev.Event:
 
 
 def allocated(*blocks: int) -> ev.Event:
-    return pool_calls.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 0, len(blocks), *blocks])
+    return ev.BlocksAllocated(1, 1, 0, "allocate_slots", [0, 0, len(blocks), *blocks])
 
 
 def cached(block: int, hash_id: int, end: int = SIZE, *, replaced: bool = False) -> ev.Event:
@@ -39,11 +37,11 @@ def cached(block: int, hash_id: int, end: int = SIZE, *, replaced: bool = False)
 
 
 def hit(*blocks: int) -> ev.Event:
-    return pool_calls.BlocksTouched(2, 2, 0, 0, 0, "touch", list(blocks), [1] * len(blocks))
+    return ev.BlocksTouched(2, 2, 0, 0, 0, "touch", list(blocks), [1] * len(blocks))
 
 
 def freed(*blocks: int) -> ev.Event:
-    return pool_calls.BlocksFreed(1, 1, 0, 0, 0, "free", list(blocks), [0] * len(blocks))
+    return ev.BlocksFreed(1, 1, 0, 0, 0, "free", list(blocks), [0] * len(blocks))
 
 
 def reported(*states: int) -> ev.Event:
@@ -138,7 +136,7 @@ CASES = {
     ),
     "a reset that failed": Case([allocated(1), cached(1, A), ev.PoolReset(1, 1, 0, False)], {1: [A]}, []),
     "the null block": Case(
-        [pool_calls.BlocksTouched(1, 1, 0, 0, 0, "touch", [0], [5]), allocated(0, 1), cached(1, A)],
+        [ev.BlocksTouched(1, 1, 0, 0, 0, "touch", [0], [5]), allocated(0, 1), cached(1, A)],
         {1: [A]},
         [],
         why="windows fill tables with it; it is never cached, hit or evicted",

@@ -10,11 +10,11 @@ from tests.scenarios.driving import start
 from tests.scenarios.registry import HYBRID
 
 import kvledger
-from kvledger.audit.analysis.cache_misses import missed_ranges
-from kvledger.audit.analysis.group_boundaries import Groups, groups_of
+from kvledger.audit.analysis.cache_misses import Groups, groups_of, missed_ranges
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.events import (
     Admitted,
+    BlocksAllocated,
     BlocksCached,
     Delivered,
     Event,
@@ -24,7 +24,6 @@ from kvledger.audit.events import (
     Stepped,
 )
 from kvledger.audit.ledger.account import Account
-from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.audit.traffic.driver import Driver
 from kvledger.exporters.facts.rows import missed_tokens
 

@@ -14,7 +14,6 @@ from tests.histories import GOLDEN, WOVEN, Golden, Woven, compressed, events, re
 from tests.positions import SUMS
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.causes import TIER_UNKNOWN
 from kvledger.audit.events import Admitted, Event, TiersReported
 from kvledger.audit.figures.totals import Totals
@@ -318,11 +317,11 @@ POOL_CODE = 8 * CALLS_POOL
 CALLS = {
     "allocated": (
         [POOL_CODE + ev.ALLOCATED, 7, 0, 1, 2, 30, 31],
-        pool_calls.BlocksAllocated(AT, STEP, CALLS_POOL, "allocate", [7, 0, 2, 30, 31]),
+        ev.BlocksAllocated(AT, STEP, CALLS_POOL, "allocate", [7, 0, 2, 30, 31]),
     ),
     "one block allocated to each request": (
         [POOL_CODE + ev.ALLOCATED_EACH, -1, 0, 1, 4, 30, 31, 7, 8],
-        pool_calls.BlocksAllocated(AT, STEP, CALLS_POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
+        ev.BlocksAllocated(AT, STEP, CALLS_POOL, "allocate", [7, 0, 1, 30, 8, 0, 1, 31]),
     ),
     "cached, owner known by its table": (
         [POOL_CODE + ev.CACHED, -1, 0, 2 * -3, 3, 30, 5, 16],
@@ -330,11 +329,11 @@ CALLS = {
     ),
     "touched": (
         [POOL_CODE + ev.TOUCHED, 7, 0, 0, 4, 30, 31, 2, 1],
-        pool_calls.BlocksTouched(AT, STEP, CALLS_POOL, 7, 0, "hit", [30, 31], [2, 1]),
+        ev.BlocksTouched(AT, STEP, CALLS_POOL, 7, 0, "hit", [30, 31], [2, 1]),
     ),
     "freed without a table": (
         [POOL_CODE + ev.FREED, -1, -1, 0, 2, 30, 0],
-        pool_calls.BlocksFreed(AT, STEP, CALLS_POOL, -1, -1, "hit", [30], [0]),
+        ev.BlocksFreed(AT, STEP, CALLS_POOL, -1, -1, "hit", [30], [0]),
     ),
     "cached": (
         [POOL_CODE + ev.CACHED, 7, 0, 2 * 20, 6, 30, 1 << 62, 16, 31, 5, 32],
@@ -346,9 +345,9 @@ CALLS = {
     ),
     "table reported": (
         [ev.TABLES_REPORTED, -1, -1, 0, 5, 7, 0, 16, 1, 30],
-        pool_calls.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
+        ev.TablesReported(AT, STEP, [7, 0, 16, 1, 30]),
     ),
-    "table removed": ([ev.TABLES_REMOVED, 7, -1, 0, 0], pool_calls.TablesRemoved(AT, [7])),
+    "table removed": ([ev.TABLES_REMOVED, 7, -1, 0, 0], ev.TablesRemoved(AT, [7])),
 }
 
 
@@ -386,4 +385,4 @@ def test_calls_of_a_later_step_have_its_number() -> None:
 def test_each_call_has_the_stack_of_the_event() -> None:
     (allocated,) = calls(ev.PoolCalls(AT, STEP, ["allocate"], [ev.ALLOCATED, 7, 0, 0, 1, 30], ["here"]))
 
-    assert pool_calls.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == allocated
+    assert ev.BlocksAllocated(AT, STEP, 0, "allocate", [7, 0, 1, 30], ["here"]) == allocated

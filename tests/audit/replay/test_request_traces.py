@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.replay.block_traces import block_turns, request_trace
-from kvledger.audit.replay.request_traces import TracedRequest, traced_requests
+from kvledger.audit.replay.request_traces import TracedRequest, block_turns, request_trace, traced_requests
 
 
 def written(folder: Path, *lines: Any, name: str = "trace.jsonl") -> Path:

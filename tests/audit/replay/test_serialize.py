@@ -17,11 +17,11 @@ from tests.audit.checks.false_reports import miscounted
 from tests.drawn import drawn_histories
 from tests.histories import GOLDEN
 
-from kvledger.audit.analysis.routed_cache import RecentCounts
+from kvledger.audit.analysis.routing import RecentCounts
 from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStopped, Event, Gap, HookFailed, Snapshot
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.ledger.account import Account, Life
 from kvledger.audit.ledger.blocks.contents import Contents
 from kvledger.audit.ledger.blocks.ledger import BlockLedger

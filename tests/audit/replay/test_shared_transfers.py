@@ -11,7 +11,7 @@ from tests.audit.checks.test_custody import HASH, SENT, Engine, prints
 from tests.journals import STARTED
 
 from kvledger.audit.checks.registry import Violation
-from kvledger.audit.engines.pool.hash_ids import hash_ids, shared_key
+from kvledger.audit.engines.pool.hash_tracker import hash_ids, shared_key
 from kvledger.audit.events import BlocksMoved, EngineStarted, EngineStopped, Event, Gap, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.journals import audit_paths

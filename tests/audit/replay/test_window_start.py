@@ -14,8 +14,8 @@ from tests.simulated import Mix
 from tests.simulated_trace import MIX, cut_trace
 
 from kvledger.audit.events import Snapshot, SnapshotRow
+from kvledger.audit.journal.catalogue import facts
 from kvledger.audit.journal.format import segments
-from kvledger.audit.journal.listing import facts
 from kvledger.audit.journal.reader import Position, Reader
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.engine_audit import EngineAudit

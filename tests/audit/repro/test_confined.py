@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.repro import confined, launcher
+from kvledger.audit.repro import launcher, workers
 
 SECONDS = 20.0
 
 
-def ran(code: str, limit: float = SECONDS) -> confined.Ended:
-    return confined.run([sys.executable, "-c", code], limit)
+def ran(code: str, limit: float = SECONDS) -> workers.Ended:
+    return workers.run([sys.executable, "-c", code], limit)
 
 
 @pytest.fixture
@@ -33,16 +33,16 @@ def connects(port: int) -> str:
 
 
 def test_no_server_of_this_machine_is_reached(server: int) -> None:
-    if confined.network_open():
-        pytest.skip(confined.network_open())
+    if workers.network_open():
+        pytest.skip(workers.network_open())
     ended = ran(connects(server))
     assert "OSError: [Errno 101] Network is unreachable" in ended.err
 
 
 def test_where_the_network_stays_open_the_user_is_told(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "network_open", lambda: "Operation not permitted")
+    monkeypatch.setattr(workers, "network_open", lambda: "Operation not permitted")
     assert "reached" in ran(connects(server)).out
-    assert confined.bounds().startswith(
+    assert workers.bounds().startswith(
         "with your network, which can't be closed here (Operation not permitted), in an empty folder"
     )
 
@@ -56,7 +56,7 @@ def test_a_network_that_can_not_be_closed_after_all_is_no_reason_to_go_on(
 
 
 def test_memory_is_bounded() -> None:
-    ended = ran(f"bytes({confined.MEMORY_BYTES})")
+    ended = ran(f"bytes({workers.MEMORY_BYTES})")
     assert (1, "MemoryError") == (ended.code, ended.err.strip().splitlines()[-1])
     assert 0 == ran("bytes(1 << 20)").code
 
@@ -64,7 +64,7 @@ def test_memory_is_bounded() -> None:
 def test_output_is_bounded() -> None:
     ended = ran("while True: print('x' * 65_536)")
     assert "File too large" in ended.err
-    assert len(ended.out) <= confined.READ_BYTES
+    assert len(ended.out) <= workers.READ_BYTES
 
 
 def test_what_it_began_ends_with_it(tmp_path: Path) -> None:
@@ -89,15 +89,15 @@ def test_an_interpreter_may_be_named_relative_to_the_callers_folder(
 ) -> None:
     (tmp_path / "python").symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
-    assert 0 == confined.run(["./python", "-c", "pass"]).code
+    assert 0 == workers.run(["./python", "-c", "pass"]).code
     with pytest.raises(LedgerError, match="none/python can't be run"):
-        confined.run(["none/python"])
+        workers.run(["none/python"])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 def test_a_user_without_rights_closes_the_network_where_the_kernel_allows_it(server: int) -> None:
     code = (
-        f"import os, socket, sys\nsys.path.insert(0, {str(confined.LAUNCHER.parent)!r})\nimport launcher\n"
+        f"import os, socket, sys\nsys.path.insert(0, {str(workers.LAUNCHER.parent)!r})\nimport launcher\n"
         "os.setgid(65534)\nos.setuid(65534)\nprint(launcher.close_network() or 'closed')\n" + connects(server)
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

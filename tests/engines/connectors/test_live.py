@@ -24,12 +24,12 @@ from kvledger.audit.checks.auditor import Auditor
 from kvledger.audit.conformance.worker import DriverWithWorker
 from kvledger.audit.engines import choose, host_version, observer
 from kvledger.audit.engines.connector_metadata import metadata_readers, reader_of
-from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader
-from kvledger.audit.engines.connector_metadata.simple_cpu_offload import SimpleCPUOffloadReader
+from kvledger.audit.engines.connector_metadata.offloading import OffloadingReader, SimpleCPUOffloadReader
 from kvledger.audit.engines.connectors.worker_side import WorkerObserver, worker_in_this_process
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.events import (
     Admitted,
+    BlocksAllocated,
     BlocksPromised,
     ChildMatched,
     EngineStarted,
@@ -43,11 +43,9 @@ from kvledger.audit.events import (
     TiersReported,
     WorkerStepped,
 )
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
-from kvledger.audit.pool_calls import BlocksAllocated
-from kvledger.audit.traffic.driver import Driver, EngineSetup
-from kvledger.audit.traffic.observation import Observation
+from kvledger.audit.traffic.driver import Driver, EngineSetup, Observation
 
 # --- what a live connector shows beyond its admissions: kept blocks, children, metadata, its own counts ---
 

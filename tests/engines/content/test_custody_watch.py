@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 from kvledger.audit.engines.connector_metadata import reader_of  # noqa: E402
 from kvledger.audit.engines.connector_metadata.metadata_reader import whole_blocks  # noqa: E402
-from kvledger.audit.engines.content.keys_and_values import all_parts, parts_of  # noqa: E402
-from kvledger.audit.engines.content.layout import GroupLayout, Layout  # noqa: E402
+from kvledger.audit.engines.content.layout import GroupLayout, Layout, all_parts, parts_of  # noqa: E402  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
 from kvledger.audit.engines.content.transfer_fingerprints import CustodyWatch  # noqa: E402
 from kvledger.audit.events import BlocksMoved  # noqa: E402

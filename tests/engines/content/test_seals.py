@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from kvledger.audit.engines.content import choose_fingerprint as chosen  # noqa: E402
 from kvledger.audit.engines.content import device_buffers  # noqa: E402
 from kvledger.audit.engines.content.fingerprint import Fingerprints  # noqa: E402
-from kvledger.audit.engines.content.part_fingerprints import PartPrints  # noqa: E402
+from kvledger.audit.engines.content.seal_fingerprints import PartPrints  # noqa: E402
 from kvledger.audit.engines.content.seals import Seals  # noqa: E402
 from kvledger.audit.engines.content.sketches import PROJECTIONS, Sketches, SketchWatch  # noqa: E402
 from kvledger.audit.ledger.content_postings import distances  # noqa: E402

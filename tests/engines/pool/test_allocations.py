@@ -18,13 +18,12 @@ from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.engines import choose
 from kvledger.audit.engines.pool import pool_watch
 from kvledger.audit.engines.pool.allocations import Allocations
 from kvledger.audit.engines.pool.attribution import BlockRun
 from kvledger.audit.engines.pool.call_buffer import CallBuffer
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
 from kvledger.audit.traffic.driver import Driver
 
@@ -35,7 +34,7 @@ Allocation = tuple[int, int, int, str, list[int]]
 def allocations(events: list[ev.Event]) -> list[Allocation]:
     rows_of: list[Allocation] = []
     for call in each(events):
-        rows = call.rows if isinstance(call, pool_calls.BlocksAllocated) else []
+        rows = call.rows if isinstance(call, ev.BlocksAllocated) else []
         while rows:
             end = 3 + rows[2]
             rows_of.append((call.step, rows[0], rows[1], call.by, rows[3:end]))
@@ -45,11 +44,7 @@ def allocations(events: list[ev.Event]) -> list[Allocation]:
 
 def counted(events: list[ev.Event]) -> list[tuple[Any, ...]]:
     """Step, request, group, blocks and their counts of what was touched and what was freed, in order."""
-    calls = [
-        event
-        for event in each(events)
-        if isinstance(event, pool_calls.BlocksTouched | pool_calls.BlocksFreed)
-    ]
+    calls = [event for event in each(events) if isinstance(event, ev.BlocksTouched | ev.BlocksFreed)]
     return [(type(call), call.step, call.request, call.group, call.blocks, call.references) for call in calls]
 
 
@@ -232,9 +227,7 @@ def test_blocks_touched_by_hand_are_pinned_at_any_time(monkeypatch: pytest.Monke
     read = observe(scenario, level="blocks")[1]
 
     assert counted(wrapped(scenario, monkeypatch)) == counted(read)
-    assert 2 == sum(
-        what is pool_calls.BlocksTouched and request < 0 for what, _, request, *_ in counted(read)
-    )
+    assert 2 == sum(what is ev.BlocksTouched and request < 0 for what, _, request, *_ in counted(read))
     assert "clean" == audited(read).verdict
 
 
@@ -253,9 +246,7 @@ def test_a_request_id_that_is_used_again_at_once_is_another_request() -> None:
 
     read = observe(scenario, level="blocks")[1]
 
-    assert [0, 1, 2, 3, 4] == [
-        call.requests[0] for call in each(read) if isinstance(call, pool_calls.TablesRemoved)
-    ]
+    assert [0, 1, 2, 3, 4] == [call.requests[0] for call in each(read) if isinstance(call, ev.TablesRemoved)]
     assert "clean" == audited(read).verdict
 
 
@@ -294,9 +285,7 @@ def test_deferred_steps_are_emitted_together_each_with_its_number(
     monkeypatch.setattr("kvledger.audit.engines.steps.AT_REST_STEPS", 10**9)
     _, read = observe(two_decoding, level="blocks", names_no_blocks=names_no_blocks)
     told = [event for event in read if isinstance(event, ev.PoolCalls)]
-    steps = {
-        call.step for event in told for call in calls(event) if isinstance(call, pool_calls.BlocksAllocated)
-    }
+    steps = {call.step for event in told for call in calls(event) if isinstance(call, ev.BlocksAllocated)}
 
     assert len(steps) > len([event for event in told if ev.IN_STEP in event.rows[::5]]) > 0
     assert "clean" == audited(read).verdict
@@ -327,9 +316,7 @@ def test_tables_that_do_not_follow_from_the_calls_are_reported_also_after_deferr
         return driver
 
     _, read = observe(scenario, level="blocks")
-    stated = [
-        event for event in each(read) if isinstance(event, pool_calls.TablesReported) and event.step == 5
-    ]
+    stated = [event for event in each(read) if isinstance(event, ev.TablesReported) and event.step == 5]
 
     assert [1] == [event.rows[0] for event in stated]
 
@@ -403,11 +390,7 @@ def test_with_stacks_each_operation_is_recorded_at_the_call_that_made_it() -> No
     driver = start(attach)
     driver.add("r", 20, 100)
     driver.run()
-    told = [
-        event
-        for event in each(sink.take())
-        if isinstance(event, pool_calls.BlocksAllocated | ev.BlocksCached)
-    ]
+    told = [event for event in each(sink.take()) if isinstance(event, ev.BlocksAllocated | ev.BlocksCached)]
     innermost = {(type(event).__name__, (event.stack or [""])[-1].rpartition(" ")[2]) for event in told}
 
     assert 8 < len(told)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.engines.pool.attribution import (
     NO_REQUEST,
     BlockRun,
@@ -20,11 +19,10 @@ from kvledger.audit.engines.pool.attribution import (
     attribute,
     owners_from_tables,
 )
-from kvledger.audit.engines.pool.call_buffer import CallBuffer
-from kvledger.audit.engines.pool.caller_stack import STACK_LINES, Caller, Callers
-from kvledger.audit.engines.pool.hash_ids import hash_ids
+from kvledger.audit.engines.pool.call_buffer import STACK_LINES, CallBuffer, Caller, Callers
+from kvledger.audit.engines.pool.hash_tracker import hash_ids
 from kvledger.audit.engines.step_log import StepLog
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.pool import calls
 
 # --- Owners of allocated blocks, found from what an output names or from tables: ids and numbers, no engine.
@@ -154,7 +152,7 @@ def emitted(of: CallBuffer) -> list[tuple[str, Any]]:
 
 
 def _blocks(call: ev.Event) -> Any:
-    return call.rows if isinstance(call, pool_calls.BlocksAllocated) else getattr(call, "blocks", None)
+    return call.rows if isinstance(call, ev.BlocksAllocated) else getattr(call, "blocks", None)
 
 
 def test_an_empty_buffer_has_no_event() -> None:
@@ -263,7 +261,7 @@ def test_an_id_does_not_reveal_the_hash(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_id_of_bytes_is_their_python_hash_where_that_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    told = [sys.executable, "-c", "from kvledger.audit.engines.pool.hash_ids import hash_ids\n" + SAY]
+    told = [sys.executable, "-c", "from kvledger.audit.engines.pool.hash_tracker import hash_ids\n" + SAY]
 
     assert hash is hash_ids()
     assert subprocess.check_output(told) != subprocess.check_output(told)

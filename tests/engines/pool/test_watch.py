@@ -16,19 +16,17 @@ from tests.scenarios.driving import start
 
 import kvledger
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.analysis.block_states import STATES, BlockStates
 from kvledger.audit.engines import blocks_out_of_reach, host_version
-from kvledger.audit.engines.pool.manager_observer import ManagerObserver
 from kvledger.audit.engines.pool.pool_census import SWEEP_BLOCKS, SWEEP_TABLES
+from kvledger.audit.engines.pool.pool_watch import ManagerObserver
 from kvledger.audit.engines.pool.requirements import BLOCK_ATTRIBUTES, MANAGER_ATTRIBUTES, POOL_ATTRIBUTES
 from kvledger.audit.engines.steps import AT_REST_STEPS
 from kvledger.audit.entry.attach import LiveAudit
-from kvledger.audit.events import Admitted, BlockStatesReported
+from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
 from kvledger.audit.hooks import EngineMismatch
-from kvledger.audit.journal.memory_recorder import MemoryRecorder
+from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.contents import Contents
-from kvledger.audit.pool_calls import TablesReported
 from kvledger.audit.traffic.driver import Driver
 from kvledger.audit.traffic.engine_setup import build_request
 
@@ -140,7 +138,7 @@ def test_a_block_pinned_from_outside_is_held_by_no_request(watched: Watched) -> 
     watched.manager.free(request)
     watched.pool.free_blocks([block])
 
-    (pinned,) = [event for event in watched.seen(pool_calls.BlocksTouched) if event.request < 0]
+    (pinned,) = [event for event in watched.seen(ev.BlocksTouched) if event.request < 0]
 
     assert [block.block_id] == pinned.blocks
     assert [2] == pinned.references
@@ -153,7 +151,7 @@ def test_a_pin_outlives_its_request_until_it_is_unpinned(watched: Watched) -> No
     watched.manager.free(request)
     watched.pool.unpin_blocks([block], lambda *_: None)
 
-    freed = [event for event in watched.seen(pool_calls.BlocksFreed) if event.by == "unpin_blocks"]
+    freed = [event for event in watched.seen(ev.BlocksFreed) if event.by == "unpin_blocks"]
 
     assert [([block.block_id], [0])] == [(event.blocks, event.references) for event in freed]
 

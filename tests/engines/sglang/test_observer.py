@@ -20,7 +20,7 @@ from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry import plugin
 from kvledger.audit.entry.attach import attach
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.pool_calls import AnyEvent
+from kvledger.audit.events import AnyEvent
 from kvledger.exporters.metrics.metric_list import collect
 
 

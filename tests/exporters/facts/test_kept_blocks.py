@@ -15,24 +15,18 @@ import pytest
 from msgspec.structs import replace
 from tests import journals
 
-from kvledger.audit import causes, pool_calls
+from kvledger.audit import causes
 from kvledger.audit import events as ev
 from kvledger.audit.analysis.block_states import BlockStates, BlockUse
-from kvledger.audit.analysis.block_trace import (
-    ADMIT,
-    DROP,
-    RESET,
-    BlockTrace,
-    NoBlockTrace,
-)
+from kvledger.audit.analysis.trace_reader import ADMIT, DROP, RESET, BlockTrace, NoBlockTrace
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.journal.folder import read
 from kvledger.audit.journal.format import segments
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.writer import JournalWriter, Limits
 from kvledger.audit.ledger.blocks.contents import UNNAMED, Contents
 from kvledger.audit.replay.atomic_files import FOLDER
-from kvledger.audit.replay.block_traces import RecordedBlocks, block_prefixes, block_trace
 from kvledger.audit.replay.find import journals_at
+from kvledger.audit.replay.request_traces import RecordedBlocks, block_prefixes, block_trace
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts import compact as compacting
 from kvledger.exporters.facts import kept
@@ -154,11 +148,11 @@ class Engine:
         if early:
             self.emit(admitted)
         if hit:
-            touched = pool_calls.BlocksTouched(self.at, 1, 0, number, 0, "touch", hit, [1] * len(hit))
+            touched = ev.BlocksTouched(self.at, 1, 0, number, 0, "touch", hit, [1] * len(hit))
             self.emit(touched)
         if fresh:
             rows = [number, 0, len(fresh), *fresh]
-            self.emit(pool_calls.BlocksAllocated(self.at, 1, 0, "allocate", rows))
+            self.emit(ev.BlocksAllocated(self.at, 1, 0, "allocate", rows))
             row = [number, 0, -1, len(fresh)]
             for index, block in enumerate(fresh, len(hit)):
                 row += [block, hashes[index], (index + 1) * SIZE]
@@ -173,7 +167,7 @@ class Engine:
     def _release(self, number: int) -> None:
         table = self.tables.pop(number)
         freed = table[::-1]
-        self.emit(pool_calls.BlocksFreed(self.at, 1, 0, number, 0, "free", freed, [0] * len(freed)))
+        self.emit(ev.BlocksFreed(self.at, 1, 0, number, 0, "free", freed, [0] * len(freed)))
         held = {block for other in self.tables.values() for block in other}
         self.free += [block for block in freed if block not in held]
 
@@ -184,7 +178,7 @@ class Engine:
                 self.emit(ev.Extended(self.at, number, self.lengths[number] * SIZE + 9, 0))
             self.emit(ev.Finished(self.at, number, "stop", 0, 0, 0, 0, 0))
             self._release(number)
-            self.emit(pool_calls.TablesRemoved(self.at, [number]))
+            self.emit(ev.TablesRemoved(self.at, [number]))
             del self.lengths[number]
 
     def preempt(self) -> None:

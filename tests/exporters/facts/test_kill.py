@@ -15,9 +15,8 @@ import pytest
 from tests.exporters.facts.test_compact import HOUR, Engine
 from tests.simulated_trace import WALL_SECONDS
 
-from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.compact import Retention, compact
 from kvledger.exporters.facts.kept import FOLDER
-from kvledger.exporters.facts.retention import Retention
 from kvledger.exporters.reports.summary import summarize
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.truncate"}

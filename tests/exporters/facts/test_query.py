@@ -25,11 +25,11 @@ from kvledger.audit.journal.writer import JournalWriter
 from kvledger.exporters.facts import tables
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
-from kvledger.exporters.facts.questions import QUESTIONS
 from kvledger.exporters.facts.replayed import Wanted
 from kvledger.exporters.facts.tables import Facts, connect
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.summary import summarize
+from kvledger.exporters.trace.columns import QUESTIONS
 
 
 def run(*words: str | Path) -> tuple[object, str, str]:

@@ -20,9 +20,8 @@ from kvledger import cli
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.exporters.facts import kept
-from kvledger.exporters.facts.compact import compact
+from kvledger.exporters.facts.compact import Retention, compact, retention
 from kvledger.exporters.facts.kept import FOLDER, hour_time, place
-from kvledger.exporters.facts.retention import Retention, retention
 from kvledger.exporters.reports.listing import compact_all
 from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.query import ask

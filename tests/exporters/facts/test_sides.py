@@ -11,7 +11,7 @@ from tests.histories import events
 
 from kvledger.audit import text
 from kvledger.audit.events import Event, Finished, Gap, RequestAdded, RequestLabels
-from kvledger.audit.figures.labels import BY_NAME
+from kvledger.audit.figures.figure import BY_NAME
 from kvledger.audit.replay.parallel import here
 from kvledger.audit.replay.windows import EVERYTHING, Window
 from kvledger.audit.text import tenant_of

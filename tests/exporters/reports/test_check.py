@@ -15,7 +15,7 @@ import pytest
 from tests.command_line import Outcome, runner
 from tests.time_limits import HANGS
 
-from kvledger.audit.analysis.contradictions import Contradiction, contradictions
+from kvledger.audit.analysis.usage import Contradiction, contradictions
 from kvledger.audit.release_semantics import meanings
 
 RECORDED = (Path(__file__).parent / "served/metrics-0.32.0.txt").read_text()

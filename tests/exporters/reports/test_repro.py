@@ -63,7 +63,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(repro, "choose", lambda *_: seen())
         monkeypatch.setattr(repro, "reproduce", reproduce)
         monkeypatch.setattr(repro, "run_file", lambda *_: Run("0.23.0", result, "4", 1.0))  # type: ignore[arg-type]
-        monkeypatch.setattr(repro.confined, "network_open", lambda: "")
+        monkeypatch.setattr(repro.workers, "network_open", lambda: "")
         asked: dict[str, Any] = {
             "finding": "",
             "request": "",

@@ -19,8 +19,7 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import EngineStarted, EngineStopped, Event, RequestAdded, Snapshot
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.repro.choose_finding import choose
-from kvledger.audit.repro.cut_journal import cut
-from kvledger.audit.repro.rebuild import SETTINGS, candidates, require_rebuildable
+from kvledger.audit.repro.rebuild import SETTINGS, candidates, cut, require_rebuildable
 from kvledger.audit.traffic.script import Check, Workload
 from kvledger.exporters.repro import pytest_file
 from kvledger.exporters.repro.pytest_file import render

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from tests import journals
 
 from kvledger.audit import events as ev
-from kvledger.audit import pool_calls
 from kvledger.audit.journal.writer import JournalWriter
 
 BEGAN = journals.STARTED.wall_seconds
@@ -71,12 +70,12 @@ class RoutedEngine:
         self.engine.write(
             [
                 ev.RequestAdded(at - 500_000, number, f"r-{second}-{number}", prompt),
-                pool_calls.BlocksTouched(at, step, 0, number, 0, "allocate", hits, [1] * len(hits)),
-                pool_calls.BlocksAllocated(at, step, 0, "allocate", [number, 0, len(new), *new]),
+                ev.BlocksTouched(at, step, 0, number, 0, "allocate", hits, [1] * len(hits)),
+                ev.BlocksAllocated(at, step, 0, "allocate", [number, 0, len(new), *new]),
                 ev.BlocksCached(at, step, 0, [number, 0, prompt, len(rows) // 3, *rows]),
                 ev.Admitted(at, number, step, False, local, 0, False, local),
                 ev.Stepped(at, step, [], []),
-                pool_calls.BlocksFreed(at, step, 0, number, 0, "free", table[::-1], [0] * len(table)),
+                ev.BlocksFreed(at, step, 0, number, 0, "free", table[::-1], [0] * len(table)),
                 ev.Finished(at, number, "stopped", -1, -1, -1, prompt + 1, 1),
             ]
         )

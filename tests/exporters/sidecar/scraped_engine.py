@@ -12,7 +12,7 @@ from typing import Any
 
 from kvledger.audit.demo import workload
 from kvledger.audit.demo.engine import run_waves, start_engine
-from kvledger.audit.demo.process import settle_environment
+from kvledger.audit.demo.run import settle_environment
 
 EVERY_STEPS = 7
 SEED = 3

@@ -20,7 +20,7 @@ from kvledger.audit.causes import UNEXPLAINED
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Snapshot
 from kvledger.audit.journal.catalogue import find_journals
-from kvledger.audit.journal.folder import read
+from kvledger.audit.journal.host_folders import read
 from kvledger.audit.journal.writer import JournalWriter
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.sidecar.engine_metrics import (

@@ -24,6 +24,7 @@ from tests.time_limits import HANGS
 
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import (
+    BlocksAllocated,
     BlocksCached,
     EngineStopped,
     Event,
@@ -34,10 +35,9 @@ from kvledger.audit.events import (
 from kvledger.audit.journal import reader
 from kvledger.audit.journal.format import frame, header
 from kvledger.audit.journal.writer import JournalWriter, Limits
-from kvledger.audit.pool_calls import BlocksAllocated
 from kvledger.audit.replay import checkpoint, serialize
 from kvledger.audit.replay.followed_audit import FollowedAudit
-from kvledger.exporters.metrics.labels import engine_label
+from kvledger.exporters.metrics.values import engine_label
 from kvledger.exporters.sidecar import follower as sidecar_follower
 from kvledger.exporters.sidecar.follower import FollowedJournal, Follower
 

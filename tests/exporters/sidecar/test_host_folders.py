@@ -12,7 +12,7 @@ import pytest
 from tests import journals
 from tests.exporters.sidecar.test_follower import Engine, ended, following
 
-from kvledger.exporters.metrics.labels import engine_label
+from kvledger.exporters.metrics.values import engine_label
 from kvledger.exporters.sidecar import follower
 from kvledger.exporters.sidecar.follower import Follower
 

@@ -9,9 +9,8 @@ import pytest
 from tests.exporters.sidecar.routed_engines import Fleet
 from tests.exporters.sidecar.test_follower import following
 
-from kvledger.audit.analysis import routed_cache
-from kvledger.audit.analysis.router_index import TokensIndex
-from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN
+from kvledger.audit.analysis import routing as routers
+from kvledger.audit.analysis.routing import EVENT_LOST, OTHER_SALT, RESTARTED, UNKNOWN, TokensIndex
 from kvledger.audit.ledger.kv_events import KVEventCounts
 from kvledger.audit.replay.find import journals_at
 from kvledger.audit.replay.recorded_events import routing
@@ -154,7 +153,7 @@ def test_after_a_restart_no_counter_falls_and_open_requests_are_counted(tmp_path
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_cache, "MOST_RECENT", 50)
+    monkeypatch.setattr(routers, "MOST_RECENT", 50)
     fleet = Fleet(tmp_path, 3, lose=False)
     fleet.serve(REQUESTS)
     with following(tmp_path) as follower:

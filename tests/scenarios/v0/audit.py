@@ -29,7 +29,7 @@ def audited(name: str, **more: Any) -> V0Report:
     from kvledger.audit.checks.auditor import Auditor
     from kvledger.audit.engines import host_version
     from kvledger.audit.engines.v0.observer import V0Observer
-    from kvledger.audit.journal.memory_recorder import MemoryRecorder
+    from kvledger.audit.journal.recorder import MemoryRecorder
 
     sink, observers = MemoryRecorder(), []
 
