@@ -43,6 +43,8 @@ from kvledger.audit.traffic.driver import Observation
 HISTORIES_OF_A_SETUP = 50
 COUNTED_AGAIN = "cached-tokens-counted-at-each-resumption"
 SLOT_LOST = "pool/slots"
+STUCK_ITERATIONS = 50
+"""A client gives up when so many iterations ran nothing while it waited."""
 MODEL = Path(tempfile.gettempdir()) / f"kvledger-model-{os.getuid()}-{loop.version()}"
 RELEASE = tuple(map(int, re.findall(r"\d+", loop.version())[:3]))
 
@@ -160,6 +162,8 @@ class Client(loop.Plan):
         """Slots that were loaded from the host, and no admission has used."""
         self._turn: str | None = None
         """The last turn of the session that was sent."""
+        self._stuck = 0
+        """Iterations that ran nothing while requests waited, since a step was launched."""
         self.raised = ""
         self._send(history)
         worker = getattr(scheduler.tp_worker, "worker", scheduler.tp_worker)
@@ -224,6 +228,13 @@ class Client(loop.Plan):
             self.messages[self.iteration].insert(0, turn)
         if turns and not waits:
             self._turn = turns[0].rid
+        # A session keeps its KV for its next turn. That may wait behind a request which needs this room,
+        # and then neither is ever admitted (https://github.com/sgl-project/sglang/issues/27024).
+        waiting = self._scheduler.waiting_queue
+        self._stuck = self._stuck + 1 if waiting else 0
+        if self._stuck > STUCK_ITERATIONS:
+            self._stuck = 0
+            messages.append(loop.abort(waiting[0].rid))
         return messages
 
     def state(self, request: Any, *, finished: bool) -> tape.State:
@@ -249,6 +260,7 @@ class Client(loop.Plan):
         return call(request)
 
     def _launches(self, call: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._stuck = 0
         if batch.reqs:
             rows = self._scheduler.req_to_token_pool.req_to_token
             slots = {}
@@ -370,8 +382,7 @@ def _differences(
             continue
         if account.without_tokens:
             yield "no token", f"{name}: a step computed positions that have no token"
-        # A request that the engine never ends within the time of a history has no length yet.
-        if account.finished and account.sequence_tokens != statement.sequence_tokens:
+        if account.sequence_tokens != statement.sequence_tokens:
             ends = f"{statement.sequence_tokens} in the ledger, {account.sequence_tokens} in the engine"
             yield "sequence_tokens", f"{name}: {ends}"
         figures = ledger_figures(statement)
