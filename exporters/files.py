@@ -47,10 +47,10 @@ def whole(path: Path) -> Iterator[Path]:
 # --- HTML from Jinja2 templates. Every value is escaped; a name that a template lacks is an error.
 
 
-def environment(folder: Path) -> Environment:
-    """Load templates from ``folder``, which is inside the package."""
+def environment(*folders: Path) -> Environment:
+    """Load templates from folders inside the package; of two with one name that of the earlier folder."""
     return Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -30,6 +30,7 @@ from ...audit.checks.coverage import count_words, verdict_words
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
+from ..answer import percent
 from ..files import environment
 from ..metrics.metric_list import collect
 from ..metrics.openmetrics import Exposition, exposition
@@ -70,7 +71,7 @@ METRICS = {
 """The content type of metrics, by whether the format is OpenMetrics."""
 EXPLAIN = "/explain/"
 
-_TEMPLATES = environment(Path(__file__).parent / "templates")
+_TEMPLATES = environment(Path(__file__).parent / "templates", Path(__file__).parents[1] / "templates")
 
 
 class Site:
@@ -207,7 +208,6 @@ class Site:
             limits=list(LIMITS.values()),
             problems=problems,
             left=left,
-            version=__version__,
             telemetry_path=self._telemetry_path,
         )
 
@@ -222,14 +222,21 @@ class Bar(NamedTuple):
     says: str
 
 
-def _strips(audits: Iterable[FollowedAudit], now: int) -> tuple[list[tuple[str, int, list[Bar]]], int]:
-    """Name, steps and bars of the engines with the most steps of the last hour; how many more had some."""
+def _strips(audits: Iterable[FollowedAudit], now: int) -> tuple[list[tuple[str, int, str, list[Bar]]], int]:
+    """Of the engines with the most steps of the last hour, and how many more had some.
+
+    Each has its name, its steps, the shares of the limits in words, and its bars.
+    """
     found = []
     for audit in audits:
         minutes = audit.step_limits.by_minute(now)
-        if steps := sum(sum(counts) for _, counts in minutes):
+        by_limit = [sum(counts) for counts in zip(*(counts for _, counts in minutes), strict=True)]
+        if steps := sum(by_limit):
+            shares = ", ".join(
+                f"{percent(count / steps)} {LIMITS[limit]}" for limit, count in enumerate(by_limit) if count
+            )
             bars = [bar for place, row in enumerate(minutes) for bar in _bars(place, *row)]
-            found.append((audit.name, steps, bars))
+            found.append((audit.name, steps, shares, bars))
     found.sort(key=lambda row: -row[1])
     return found[:STRIPS], len(found[STRIPS:])
 
@@ -326,4 +333,8 @@ _COLUMNS = ("Engine", "Verdict", "Requests ended", "Open", "Findings", "Last eve
 
 
 def _html(template: str, **values: Any) -> Page:
-    return 200, HTML, _TEMPLATES.get_template(template).render(explain=EXPLAIN, **values).encode()
+    return (
+        200,
+        HTML,
+        _TEMPLATES.get_template(template).render(explain=EXPLAIN, version=__version__, **values).encode(),
+    )

@@ -1,5 +1,6 @@
 // Draws each plot in a box of 1000 by 100, which the page stretches to its width: a value holds from the start of its
-// bucket to the end. The legend shows the values under the pointer.
+// bucket to the end. The legend shows the values under the pointer, or those that arrow keys,
+// Home and End choose.
 const roundUp = (value) => {
   const power = 10 ** (Math.ceil(Math.log10(value)) - 1);
   return value > 0 ? [1, 2, 4, 5, 8, 10].map((step) => step * power).find((each) => each >= value) : 1;
@@ -32,15 +33,26 @@ for (const plot of document.querySelectorAll(".plot")) {
   plot.querySelector(".top").textContent = scale(top);
   plot.querySelector(".half").textContent = scale(top / 2);
   const text = (value) => value === null ? "" : data.share ? (100 * value).toFixed(1) + " %" : value.toLocaleString("en");
-  const show = (event) => {
-    const box = plot.getBoundingClientRect();
-    const part = Math.min(0.9999, Math.max(0, (event.clientX - box.left) / box.width));
-    const place = Math.floor(part * count);
+  let place = -1;
+  const show = (asked) => {
+    place = Math.min(count - 1, Math.max(0, asked));
     mark.hidden = false;
     mark.style.left = 100 * (place + 0.5) / count + "%";
     names.forEach((name, n) => { legend[n].querySelector("strong").textContent = text(data.of[name][place]); });
     legend[names.length].textContent = data.at[place];
+    plot.ariaValueNow = place + 1;
+    plot.ariaValueText = [data.at[place], ...names.map((name) => `${name} ${text(data.of[name][place])}`)].join(", ");
   };
-  plot.addEventListener("pointermove", show);
-  plot.addEventListener("pointerdown", show);
+  const point = (event) => {
+    const box = plot.getBoundingClientRect();
+    show(Math.floor((event.clientX - box.left) / box.width * count));
+  };
+  plot.addEventListener("pointermove", point);
+  plot.addEventListener("pointerdown", point);
+  plot.addEventListener("keydown", (event) => {
+    const asked = {ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: count - 1}[event.key];
+    if (asked === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    show(asked);
+  });
 }

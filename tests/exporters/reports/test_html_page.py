@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from html import escape, unescape
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from tests import journals
-from tests.exporters.reports.browser import Visit
 from tests.histories import events
 from tests.simulated_trace import write_trace
 
@@ -157,93 +154,6 @@ def test_a_trace_with_lost_events_is_unknown(tmp_path: Path) -> None:
 def test_a_page_that_can_not_be_written_is_one_sentence(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="can't be written"):
         save(gather([trace]), tmp_path / "nowhere" / "page.html")
-
-
-PROBE = """<script>
-for (const plot of document.querySelectorAll(".plot")) {
-  const box = plot.getBoundingClientRect();
-  plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
-}
-document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;
-</script>"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [1200, 500])
-def test_in_a_browser_plots_have_data_and_no_errors(trace: Path, tmp_path: Path, width: int) -> None:
-    """At the width of a desk and of a phone; Chromium opens no window narrower than 500."""
-    file = tmp_path / "page.html"
-    file.write_text(html(gather([trace])).replace("</body>", f"{PROBE}</body>"))
-
-    seen = Visit(file, tmp_path, width=width)
-
-    assert [] == seen.console
-    shapes = re.findall(r'<poly(?:gon|line) class="k\d" points="([^"]+)"', seen.dom)
-    assert 5 <= len(shapes)
-    heights = [{point.split(",")[1] for point in shape.split()} for shape in shapes]
-    assert all(len(each) > 1 for each in heights), "a plot is flat"
-    assert 3 == len(re.findall(r'<li class="when">\d{4}-\d\d-\d\d', seen.dom)), "the pointer shows no values"
-    assert 'data-wide="false"' in seen.dom, "the page is wider than the window"
-    assert 10_000 < seen.picture.stat().st_size
-
-
-FACTS = """<script>
-addEventListener("load", () => {
-  const tables = [...document.querySelectorAll(".scroll")];
-  const wide = tables.filter((each) => each.scrollWidth > each.clientWidth + 1);
-  const style = getComputedStyle(document.body);
-  parent.postMessage({
-    width: innerWidth,
-    page: document.documentElement.scrollWidth,
-    ground: style.backgroundColor,
-    ink: style.color,
-    wide: wide.length,
-    shaded: wide.filter(
-      (each) => getComputedStyle(each).backgroundImage.split("linear-gradient").length === 5).length,
-    reached: wide.filter((each) => { each.scrollLeft = 1e6; return each.scrollLeft > 0; }).length,
-    cut: [...document.querySelectorAll(".tiles strong")].filter(
-      (each) => each.scrollWidth > each.clientWidth).length,
-    small: [...document.querySelectorAll("td, li, p")].filter(
-      (each) => each.offsetWidth && parseFloat(getComputedStyle(each).fontSize) < 11).length,
-  }, "*");
-});
-</script>"""
-
-FRAME = """<!doctype html><body style="margin:0">
-<iframe style="border:0" width="{width}" height="2400" srcdoc="{page}"></iframe>
-<script>addEventListener("message", (event) => {{
-  const said = document.createElement("pre");
-  said.id = "facts";
-  said.textContent = JSON.stringify(event.data);
-  document.body.append(said);
-}});</script></body>"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_fits_a_desk_and_a_phone(trace: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    """In a frame of this width, because Chromium opens no window narrower than 500. Figures are long."""
-    data = gather([trace])
-    totals = replace(data.report.totals, prompt_tokens=6_135_549_810)
-    page = html(replace(data, report=replace(data.report, totals=totals))).replace(
-        "</body>", f"{FACTS}</body>"
-    )
-    file = tmp_path / "frame.html"
-    file.write_text(FRAME.format(width=width, page=escape(page)))
-
-    seen = Visit(file, tmp_path, width=max(width, 500), dark=dark)
-
-    assert [] == seen.console
-    facts = json.loads(unescape(re.findall(r'<pre id="facts">(.*?)</pre>', seen.dom)[0]))
-    assert width == facts["width"] == facts["page"], "the page scrolls sideways"
-    brightness = [sum(map(int, re.findall(r"\d+", facts[name])[:3])) for name in ("ground", "ink")]
-    assert dark == (brightness[0] < brightness[1])
-    assert abs(brightness[0] - brightness[1]) > 400, "text is hard to read on its ground"
-    assert (facts["wide"] > 0) == (width == 390)
-    assert facts["wide"] == facts["shaded"] == facts["reached"], "a table is cut off and shows no sign of it"
-    assert 0 == facts["small"] == facts["cut"]
-    assert 10_000 < seen.picture.stat().st_size
 
 
 def test_series_have_bounded_buckets_and_lose_nothing() -> None:

@@ -261,7 +261,7 @@ def test_the_landing_page_counts_folded_journals(tmp_path: Path) -> None:
         journals.clean(tmp_path / f"engine-{number}")
     with served(tmp_path) as client:
         page = client.get("/").text
-        assert "2 journals of ended engines are not listed" in page
+        assert "ended engines that are not listed by themselves: 2." in page
         assert "No engine has written" not in page
 
 
