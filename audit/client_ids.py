@@ -22,9 +22,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-RANDOM_SUFFIX_SINCE = (0, 14)
-"""The first release that appends random digits to the ids of requests."""
-
 _SAMPLE = re.compile(r"(\d{1,4})_(.+)", re.DOTALL)
 _SUFFIX = re.compile(r"(.+)-[0-9a-f]{8}", re.DOTALL)
 _BEAM = re.compile(r"(.+)-[0-9a-f]{32}-beam-(\d{1,4})", re.DOTALL)
@@ -50,11 +47,6 @@ class Part(NamedTuple):
     call: str
     prompt: int
     sample: int
-
-
-def has_random_suffix(version: tuple[int, ...]) -> bool:
-    """Whether a vLLM of this version appends random digits to the ids of requests."""
-    return version >= RANDOM_SUFFIX_SINCE
 
 
 def part_of(request_id: str, *, suffixed: bool = True) -> Part:

@@ -1,17 +1,19 @@
-"""What the engine-reported figures mean in each release, and which invariants can't be checked there.
+"""What differs between products, and what the figures of an engine mean in each release.
 
-One row is one meaning, valid from release ``since`` until before ``until``. Adapters are chosen by
-signatures, never by this table. It describes what the releases do, and ``kvledger doctor`` prints it. A
-release between two that were examined is assumed to be like the older one.
+One row is one meaning, valid from release ``since`` until before ``until``; it also says which invariants
+can't be checked then. Adapters are chosen by signatures, never by these tables. They describe what the
+releases do, and ``kvledger doctor`` prints them. A release between two that were examined is assumed to be
+like the older one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 Release = tuple[int, ...]
+Product = Literal["vllm", "lmcache", "sglang"]
 
 
 class Meaning(NamedTuple):
@@ -55,6 +57,15 @@ LOOKUPS = (
     "metrics/lookup-exempt-counted",
 )
 """Invariants that check only the engine's statistics of lookups."""
+
+NONE_IN_FLIGHT = Meaning(
+    "tokens in flight",
+    (0,),
+    None,
+    "none",
+    "The engine counts neither tokens in flight nor output placeholders.",
+    unchecked=("tokens/in-flight",),
+)
 
 MEANINGS: tuple[Meaning, ...] = (
     Meaning(
@@ -180,14 +191,7 @@ MEANINGS: tuple[Meaning, ...] = (
         "promised",
         "A request that waits for remote KV counts its promised tokens as computed.",
     ),
-    Meaning(
-        "tokens in flight",
-        (0, 9),
-        (0, 10),
-        "none",
-        "The engine counts neither tokens in flight nor output placeholders.",
-        unchecked=("tokens/in-flight",),
-    ),
+    NONE_IN_FLIGHT._replace(until=(0, 10)),
     Meaning(
         "tokens in flight",
         (0, 10),
@@ -250,14 +254,7 @@ V0: tuple[Meaning, ...] = (
         ),
         in_part=("tokens/negative", "tokens/source-sum"),
     ),
-    Meaning(
-        "tokens in flight",
-        (0, 9),
-        (0, 10),
-        "none",
-        "The v0 scheduler counts neither tokens in flight nor output placeholders.",
-        unchecked=("tokens/in-flight",),
-    ),
+    NONE_IN_FLIGHT._replace(says="The v0 scheduler counts neither tokens in flight nor output placeholders."),
 )
 """The meanings for the v0 scheduler, which 0.9 still has."""
 
@@ -295,20 +292,87 @@ SGLANG: tuple[Meaning, ...] = (
         "Host and storage are looked up with the cache; nothing is promised that is loaded later.",
         unchecked=V0[0].unchecked[-5:],
     ),
-    Meaning(
-        "tokens in flight",
-        (0, 5),
-        None,
-        "none",
-        "The engine counts neither tokens in flight nor output placeholders.",
-        unchecked=("tokens/in-flight",),
-    ),
+    NONE_IN_FLIGHT,
     Meaning("hits by tier", (0, 5, 10), None, "counted", "The engine counts hits by the tier that had them."),
     Meaning(
         "output in flight at a preemption", (0, 5), None, "dropped", "Dropped; the token is sampled again."
     ),
 )
 """The meanings for SGLang."""
+
+
+class Relation(NamedTuple):
+    """The sum of some counters (``figures``) is at most that of ``limits``; the same, if ``equal``."""
+
+    figures: tuple[str, ...]
+    limits: tuple[str, ...]
+    equal: bool = False
+
+
+OUTPUTS = Relation(("ended_output_tokens",), ("output_tokens",))
+"""The outputs of ended requests are among all outputs."""
+
+
+class Contract(NamedTuple):
+    """What is particular to a product."""
+
+    name: str
+    examined: tuple[str, ...] = ()
+    """The releases whose scheduler was driven, oldest first: those of the matrix, and earlier ones that are
+    no longer observed."""
+    meanings: tuple[Meaning, ...] = ()
+    posts: bool = False
+    """Whether post-releases are releases of their own; those of vLLM's builds have the same scheduler."""
+    level: str = "content"
+    """The highest level at which an engine can be observed."""
+    suffixed_since: Release | None = None
+    """The first release that appends random digits to the ids of requests."""
+    relations: tuple[Relation, ...] = ()
+    """What must hold between the counters of a server."""
+    of_sources: tuple[Relation, ...] = ()
+    """What must hold too where the prompt figures by source sum to the prompt."""
+
+
+CONTRACTS: dict[Product, Contract] = {
+    "vllm": Contract(
+        "vLLM",
+        (
+            *("0.9.1", "0.9.2", "0.10.2", "0.12.0", "0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.21.0"),
+            *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0"),
+            *("0.31.0", "0.32.0", "0.33.0"),
+        ),
+        MEANINGS,
+        suffixed_since=(0, 14),
+        relations=(
+            Relation(("local_hit_tokens",), ("local_queried_tokens",)),
+            Relation(("external_hit_tokens",), ("external_queried_tokens",)),
+        ),
+        of_sources=(
+            Relation(("local_tokens", "external_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
+            Relation(("local_tokens", "external_tokens"), ("cached_tokens",), equal=True),
+        ),
+    ),
+    "lmcache": Contract("LMCache", ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.4", "0.5.6", "0.5.7rc2")),
+    "sglang": Contract(
+        "SGLang",
+        (
+            *("0.5.3", "0.5.3.post3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13"),
+            *("0.5.20", "0.5.23"),
+        ),
+        SGLANG,
+        posts=True,
+        level="tokens",
+        relations=(
+            Relation(("cached_tokens",), ("prompt_tokens",)),
+            Relation(("cached_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
+        ),
+    ),
+}
+
+
+def contract(engine: str) -> Contract:
+    """The contract of an engine; of one that is not known, an empty one."""
+    return next((each for name, each in CONTRACTS.items() if name == engine), Contract(engine))
 
 
 def release(version: str) -> Release:
@@ -320,12 +384,17 @@ def release(version: str) -> Release:
 def meanings(version: str, adapter: str = "", engine: str = "vllm") -> dict[str, Meaning]:
     """What each figure means in a release of an engine, by figure; none of an engine that is not known."""
     number = release(version)
-    of_vllm = V0 if adapter.startswith("v0") else MEANINGS
     return {
         row.figure: row
-        for row in {"vllm": of_vllm, "sglang": SGLANG}.get(engine, ())
+        for row in (V0 if adapter.startswith("v0") else contract(engine).meanings)
         if row.since <= number and (row.until is None or number < row.until)
     }
+
+
+def has_random_suffix(engine: str, version: str) -> bool:
+    """Whether a release of an engine appends random digits to the ids of requests."""
+    since = contract(engine).suffixed_since
+    return since is not None and release(version) >= since
 
 
 def sources_add_up(words: Mapping[str, str]) -> bool:

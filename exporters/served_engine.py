@@ -19,9 +19,8 @@ import msgspec
 
 from ..audit.analysis.hit_reasons import Outside, Probe
 from ..audit.errors import LedgerError
-from ..audit.faults.catalogue import Product
 from ..audit.foreign import MOST_COUNT, Sample, Unreadable, families, number, parsed, whole_number
-from ..audit.release_semantics import release
+from ..audit.release_semantics import Product, release
 from ..audit.text import printable
 from .http_client import check_url, fetch, shown
 from .sidecar.engine_metrics import COUNTER_NAMES, ScrapedEngine, counters
@@ -109,7 +108,6 @@ class Server(NamedTuple):
     probe: Probe | None = None
     unprobed: str = ""
     """Why a probe that was asked for could not be made, a sentence."""
-    product: Product = "vllm"
 
 
 class _Version(msgspec.Struct):
@@ -157,9 +155,7 @@ def ask(
     if info:
         number, settings = _of_sglang(*info)
         unprobed = "Only a server of vLLM can be probed." if probe else ""
-        return Server(
-            base, number, named, settings, first, second, longest, unprobed=unprobed, product="sglang"
-        )
+        return Server(base, number, named, settings, first, second, longest, unprobed=unprobed)
     number = _version(version)
     settings = _settings(second, number)
     if adapters:
@@ -179,7 +175,7 @@ def ask(
 def outside(server: Server, engine: ScrapedEngine) -> Outside:
     """What one engine of the server tells of itself."""
     families, figures = server.second.families, server.second.engines[engine]
-    if server.product == "sglang":
+    if server.first.product == "sglang":
         return _outside_of_sglang(server, figures)
     labels = _cache(server.second, engine.number)
 

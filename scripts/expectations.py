@@ -13,8 +13,8 @@ from typing import NamedTuple
 from releases import MATRIX
 
 from kvledger.audit.checks.registry import catalogue as invariants
-from kvledger.audit.faults.catalogue import EXAMINED, Fault, Scenarios, catalogue
-from kvledger.audit.release_semantics import release
+from kvledger.audit.faults.catalogue import Fault, Scenarios, catalogue
+from kvledger.audit.release_semantics import CONTRACTS, release
 
 DRIFTS = frozenset(row.id for row in invariants().values() if row.severity == "drift")
 IN_VENV = next(name for name, release in MATRIX.items() if not release.wheel)
@@ -48,7 +48,8 @@ class Expected(NamedTuple):
     @property
     def span(self) -> str:
         """The releases of the matrix in which they show it: ``0.17.0, 0.27.1 to 0.30.0``."""
-        examined = [each for each in EXAMINED[self.fault.product] if self.fault.in_matrix(each) in MATRIX]
+        releases = CONTRACTS[self.fault.product].examined
+        examined = [each for each in releases if self.fault.in_matrix(each) in MATRIX]
         spans = groupby(examined, lambda each: self.covers(self.fault.in_matrix(each)))
         runs = [list(names) for covered, names in spans if covered]
         return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvledger.audit.faults.catalogue import HARMS, NAMES, Fault, Run, catalogue, facts
+from kvledger.audit.faults.catalogue import HARMS, Fault, Run, catalogue, facts
+from kvledger.audit.release_semantics import contract
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "findings.md"
@@ -533,7 +534,7 @@ def page(lines: Mapping[str, list[str]]) -> str:
 def not_driven(repository: str, path: str, why: str) -> str:
     """The line of a report that no scenario drives."""
     owner = "LMCache" if repository == "LMCache" else "vllm-project"
-    name = f"{NAMES.get(repository, repository)}#{path.rpartition('/')[2]}"
+    name = f"{contract(repository).name}#{path.rpartition('/')[2]}"
     return f"- [{name}](https://github.com/{owner}/{repository}/{path}): {why}"
 
 

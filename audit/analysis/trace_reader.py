@@ -21,6 +21,7 @@ from ..ledger.blocks import contents
 from ..ledger.blocks.contents import CONTENT_EVENTS, is_named
 from ..ledger.blocks.contents import Change as PoolChange
 from ..ledger.blocks.ledger import pool_of
+from ..release_semantics import contract
 from ..text import salt_name, session_of
 from .cache_misses import Group, several_groups_of
 
@@ -373,8 +374,9 @@ class TraceReader(msgspec.Struct):
     # --- the engine ---------------------------------------------------------------------------------
 
     def _started(self, event: ev.EngineStarted) -> None:
-        if event.engine == "sglang":
-            self.problem = ": this command needs block events, and SGLang is observed at level tokens only."
+        name, level = contract(event.engine).name, contract(event.engine).level
+        if level not in LEVELS:
+            self.problem = f": this command needs block events, and {name} is observed at level {level} only."
         elif event.level not in LEVELS:
             self.problem = f" was recorded at level {event.level}: {NEEDS_BLOCKS}"
         elif self.started is None:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ..client_ids import client_names
 from ..ledger.account import AccountStatement
-from ..release_semantics import sources_add_up
+from ..release_semantics import CONTRACTS, OUTPUTS, Product, Relation, sources_add_up
 from .calls import DECODE, CallFigures, CallRequest, FoundRequests, calls_of, figures
 
 EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED, REPEATED = (
@@ -317,8 +317,6 @@ def _output(told: Told, call: list[CallRequest], counted: CallFigures) -> Iterat
 Figures = Mapping[str, float]
 """An engine's counters in one scrape, by figure."""
 
-SOURCES = ("local_tokens", "external_tokens", "computed_tokens")
-
 
 class Contradiction(NamedTuple):
     """The sum of some figures is more than that of others, which were read later and can't be less.
@@ -332,40 +330,14 @@ class Contradiction(NamedTuple):
     limit: float
 
 
-class Relation(NamedTuple):
-    """The sum of ``figures`` is at most that of ``limits``; the same, if ``equal``."""
-
-    figures: tuple[str, ...]
-    limits: tuple[str, ...]
-    equal: bool = False
-
-
-LOOKUPS = (
-    Relation(("local_hit_tokens",), ("local_queried_tokens",)),
-    Relation(("external_hit_tokens",), ("external_queried_tokens",)),
-)
-PROMPTS = (
-    Relation(SOURCES, ("prompt_tokens",), equal=True),
-    Relation(("local_tokens", "external_tokens"), ("cached_tokens",), equal=True),
-)
-
-SGLANG = (
-    Relation(("cached_tokens",), ("prompt_tokens",)),
-    Relation(("cached_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
-)
-OUTPUTS = Relation(("ended_output_tokens",), ("output_tokens",))
-"""The outputs of ended requests are among all outputs."""
-
-
-def relations(words: Mapping[str, str], product: str = "vllm") -> tuple[Relation, ...]:
+def relations(words: Mapping[str, str], product: Product = "vllm") -> tuple[Relation, ...]:
     """What must hold in a release of an engine: ``words`` say what its figures mean."""
-    if product == "sglang":
-        return SGLANG
-    return (*LOOKUPS, *PROMPTS) if sources_add_up(words) else LOOKUPS
+    contract = CONTRACTS[product]
+    return (*contract.relations, *(contract.of_sources if sources_add_up(words) else ()))
 
 
 def contradictions(
-    first: Figures, second: Figures, words: Mapping[str, str], product: str = "vllm"
+    first: Figures, second: Figures, words: Mapping[str, str], product: Product = "vllm"
 ) -> Iterator[Contradiction]:
     """What can't be true of one engine that answered ``first`` and then ``second``."""
     for figure, before in first.items():

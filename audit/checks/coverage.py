@@ -11,7 +11,7 @@ import msgspec
 
 from ..events import EngineStarted
 from ..ledger.ledger import Ledger
-from ..release_semantics import limits, meanings
+from ..release_semantics import contract, limits, meanings
 from .auditor import Found
 from .registry import ENCODER, EVENTS, FAMILIES, KINDS, LOADS, WEIGHTS, Invariant, Kind, catalogue
 
@@ -22,9 +22,6 @@ IN_PART = " in part"
 
 OUT_OF_REACH = " (not for this engine)"
 """Of a kind of invariants that need a level at which an engine can't be observed."""
-
-REACHED = {"sglang": "tokens"}
-"""The highest level at which an engine can be observed, if it is not the last one."""
 
 SAME_PREFIX = "blocks/same-prefix"
 
@@ -111,7 +108,7 @@ def coverage(
     rows = [row for row in catalogue().values() if row.kind in seen]
     limited = [row for row in rows if row.id in unchecked or row.id in in_part]
     parts |= {row.kind for row in limited if row.severity == "violation"}
-    reached = LEVELS.index(REACHED.get(engine.engine, LEVELS[-1]))
+    reached = LEVELS.index(contract(engine.engine).level)
     nothing = {kind for kind in seen if all(row.id in unchecked for row in rows if row.kind is kind)}
     return Coverage(
         levels=[engine.level],

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
+from ..release_semantics import CONTRACTS
 from .connector_metadata import metadata_readers
 from .pool.requirements import differences as pool_differences
 from .sglang.observer import NO_OWNERS, SGLangObserver
@@ -57,8 +58,6 @@ ADAPTERS: tuple[Adapter, ...] = (
 OBSERVED = "vLLM 0.17 to 0.33, and the v0 scheduler of 0.9"
 """The releases of vLLM for which there is an adapter."""
 
-OBSERVED_SGLANG = "SGLang 0.5.3 to 0.5.23"
-
 
 def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
     """The adapter whose hooks all fit ``scheduler``.
@@ -75,7 +74,8 @@ def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
             return adapter
         if least is None or len(differing) < len(least):
             nearest, least = adapter, differing
-    observed = OBSERVED_SGLANG if of_sglang else OBSERVED
+    examined = CONTRACTS["sglang"].examined
+    observed = f"SGLang {examined[0]} to {examined[-1]}" if of_sglang else OBSERVED
     raise EngineMismatch(
         f"kvledger observes {observed}; {type(scheduler).__name__} is not as {nearest.NAME}, the nearest "
         "adapter, expects: " + "; ".join(least or ())

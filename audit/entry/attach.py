@@ -26,7 +26,6 @@ import msgspec
 from ..checks.auditor import Auditor, Found, Listed, Verdict
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
 from ..checks.registry import Violation
-from ..client_ids import has_random_suffix
 from ..engines import LEVELS, choose, host_version, is_sglang
 from ..engines.content.attached import worker_of
 from ..engines.v1_since_0_27 import V1Observer
@@ -38,7 +37,7 @@ from ..journal.recorder import MemoryRecorder, write_journal
 from ..journal.writer import JournalWriter
 from ..ledger.account import Account, AccountStatement
 from ..ledger.ledger import Ledger
-from ..release_semantics import release
+from ..release_semantics import has_random_suffix
 from ..replay.find import pick_request
 from .weights import WeightsOfRequest, weights_of_request
 
@@ -132,7 +131,7 @@ class LiveAudit(Listed):
         accounts = list(self._auditor.ledger.accounts())
         hints = [account.request_id for account in accounts]
         observer = self._observer
-        suffixed = observer.ENGINE == "vllm" and has_random_suffix(release(observer.version))
+        suffixed = has_random_suffix(observer.ENGINE, observer.version)
         return pick_request(request_id, accounts, hints, "this audit", suffixed=suffixed)
 
     def weights(self, request_id: str) -> WeightsOfRequest:

@@ -23,10 +23,10 @@ from ..engines.content.layout import CHECKED_SPECS, STATES
 from ..engines.source_files import cache_declarations
 from ..errors import LedgerError
 from ..events import ContentWatched
-from ..faults.catalogue import KnownOfRelease, Product, of_release
+from ..faults.catalogue import KnownOfRelease, of_release
 from ..hooks import EngineMismatch
 from ..journal.catalogue import ENGINE, WORKER, Catalogue, content_watch
-from ..release_semantics import limits, meanings
+from ..release_semantics import CONTRACTS, limits, meanings
 from ..replay.journal_parts import engine_of
 
 JOURNALS_LOOKED_AT = 16
@@ -126,9 +126,6 @@ def group_sentences(watched: ContentWatched) -> list[str]:
 # release wrote it. Without one, each fault is named with all its conditions.
 
 
-PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache", "sglang")
-
-
 class FaultsHere(msgspec.Struct, frozen=True):
     """What is known of the installed releases. ``journal``: whose engine's settings count; "" for none."""
 
@@ -144,7 +141,7 @@ def diagnose_faults(
     settings = {**settings, "lmcache": versions.get("lmcache")}
     if adapter is not None:
         settings["v0"] = adapter.startswith("v0")
-    here = ((product, versions.get(product)) for product in PRODUCTS)
+    here = ((product, versions.get(product)) for product in CONTRACTS)
     return FaultsHere(journal, [of_release(product, each, settings) for product, each in here if each])
 
 

@@ -24,6 +24,7 @@ from multiprocessing import parent_process
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..release_semantics import contract
 from . import engine_end
 from .attach import recorder_in_folder
 from .variables import PREFIX, unknown
@@ -249,7 +250,7 @@ def observe(scheduler: Any) -> object | None:
             engine_end.end_before_shutdown(scheduler, observer)
         (logger if of_sglang else vllm_logger).info(
             "kvledger observes %s %s: adapter %s, level %s, journal %s",
-            "SGLang" if of_sglang else "vLLM",
+            contract(observer.ENGINE).name,
             observer.version,
             observer.NAME,
             level,

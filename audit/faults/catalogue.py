@@ -15,32 +15,11 @@ from typing import Literal
 import msgspec
 
 from ..errors import LedgerError
-from ..release_semantics import release
+from ..release_semantics import CONTRACTS, Product, contract, release
 from . import conditions
 from .conditions import Settings, sentence, unmet
 
 # --- Which releases were examined, and whether one of them has a fault.
-
-Product = Literal["vllm", "lmcache", "sglang"]
-NAMES: dict[str, str] = {"vllm": "vLLM", "lmcache": "LMCache", "sglang": "SGLang"}
-
-EXAMINED: dict[str, tuple[str, ...]] = {
-    "vllm": (
-        *("0.9.1", "0.9.2", "0.10.2", "0.12.0", "0.17.0", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1"),
-        *("0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
-        "0.33.0",
-    ),
-    "lmcache": ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.4", "0.5.6", "0.5.7rc2"),
-    "sglang": (
-        *("0.5.3", "0.5.3.post3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13"),
-        *("0.5.20", "0.5.23"),
-    ),
-}
-"""The releases whose scheduler was driven, oldest first: those of the matrix (``scripts/releases.py``), and
-earlier ones that are no longer observed."""
-
-POSTS = ("sglang",)
-"""Products whose post-releases are releases of their own. Those of vLLM's builds have the same scheduler."""
 
 State = Literal["has", "may have", "free"]
 """``may have``: the release lies between one with the fault and one without, and was not examined."""
@@ -69,7 +48,7 @@ class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         if version in self.also or number in map(order, self.also):
             return "has"
         if number < first:
-            older = [each for each in map(order, EXAMINED[product]) if each < first]
+            older = [each for each in map(order, CONTRACTS[product].examined) if each < first]
             is_sharp = self.first in self.read or not older or number <= older[-1]
             return "free" if is_sharp else "may have"
         if not self.last or number <= order(self.last):
@@ -91,15 +70,15 @@ class Affected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 def _order(product: Product, version: str) -> tuple[int, ...]:
     """What orders the releases of a product: ``(0, 5, 3, 3)`` for SGLang's 0.5.3.post3."""
-    post = re.search(r"\.post([0-9]{1,9})", version) if product in POSTS else None
+    post = re.search(r"\.post([0-9]{1,9})", version) if CONTRACTS[product].posts else None
     return (*release(version), *([int(post[1])] if post else ()))
 
 
 def checked(product: Product, version: str) -> str:
     """The release itself; raises :class:`LedgerError` if it is none, or if nothing is known of it."""
     if not re.fullmatch(r"\d+(\.\d+)+([-._]?[a-z]+\d*)*(\+[a-z0-9.]+)?", version):
-        example = EXAMINED[product][-1]
-        raise LedgerError(f"{version!r} is no release of {NAMES[product]}; write it as in {example}")
+        name, examined = CONTRACTS[product][:2]
+        raise LedgerError(f"{version!r} is no release of {name}; write it as in {examined[-1]}")
     if why := outside(product, version):
         raise LedgerError(why)
     return version
@@ -107,21 +86,22 @@ def checked(product: Product, version: str) -> str:
 
 def outside(product: Product, version: str) -> str:
     """Why nothing is known of a release; empty if it lies in the range of the examined ones."""
-    oldest, newest = EXAMINED[product][0], EXAMINED[product][-1]
+    name, (oldest, *_, newest) = CONTRACTS[product][:2]
     order = partial(_order, product)
     if order(oldest) <= order(version) <= order(newest):
         return ""
-    return f"Nothing is known of {NAMES[product]} {version}: releases from {oldest} to {newest} were examined"
+    return f"Nothing is known of {name} {version}: releases from {oldest} to {newest} were examined"
 
 
 def neighbours(product: Product, version: str) -> tuple[str, str] | None:
     """The examined releases around one that was not examined itself."""
     order = partial(_order, product)
     number = order(version)
-    if number in map(order, EXAMINED[product]):
+    examined = CONTRACTS[product].examined
+    if number in map(order, examined):
         return None
-    older = [each for each in EXAMINED[product] if order(each) < number]
-    newer = [each for each in EXAMINED[product] if order(each) > number]
+    older = [each for each in examined if order(each) < number]
+    newer = [each for each in examined if order(each) > number]
     return older[-1], newer[0]
 
 
@@ -223,13 +203,13 @@ class Fault(Strict, frozen=True, kw_only=True):
     @property
     def span(self) -> str:
         """The releases that have it, and whether one without it is known."""
-        newest = EXAMINED[self.product][-1]
+        newest = CONTRACTS[self.product].examined[-1]
         return self.releases.words + ("" if self.releases.last else f", not fixed in {newest}")
 
     @property
     def project(self) -> str:
         """The product, as it writes its name."""
-        return NAMES[self.product]
+        return CONTRACTS[self.product].name
 
     @property
     def named_links(self) -> list[tuple[str, str]]:
@@ -245,7 +225,7 @@ class Fault(Strict, frozen=True, kw_only=True):
 def short_name(link: str) -> str:
     """``vLLM#36752`` for the address of that issue or pull request."""
     _, repository, _, number = link.rsplit("/", 3)
-    return f"{NAMES[repository.lower()]}#{number}"
+    return f"{contract(repository.lower()).name}#{number}"
 
 
 def files_by_id(folder: str) -> list[tuple[str, bytes]]:
@@ -353,7 +333,7 @@ class KnownOfRelease(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """``vLLM 0.18.1``."""
-        return f"{NAMES[self.product]} {self.release}".rstrip()
+        return f"{CONTRACTS[self.product].name} {self.release}".rstrip()
 
     @property
     def is_examined(self) -> bool:
@@ -413,8 +393,8 @@ def _how_sure(product: Product, version: str) -> str:
     if around is None:
         return ""
     return (
-        f"{NAMES[product]} {version} itself was not examined. It is assumed to have what {around[0]} and "
-        f"{around[1]} have, and may have what one of them has."
+        f"{CONTRACTS[product].name} {version} itself was not examined. It is assumed to have what "
+        f"{around[0]} and {around[1]} have, and may have what one of them has."
     )
 
 
@@ -464,7 +444,7 @@ class ReleaseRule(Strict, frozen=True, kw_only=True):
     @property
     def span(self) -> str:
         """The releases that have it."""
-        if self.releases.first == EXAMINED["vllm"][0] and not self.releases.last:
+        if self.releases.first == CONTRACTS["vllm"].examined[0] and not self.releases.last:
             return f"all releases since {self.releases.first}"
         return self.releases.span
 

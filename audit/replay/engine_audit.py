@@ -191,10 +191,9 @@ class Described:
     @property
     def random_suffixes(self) -> bool:
         """Whether the engine's release appends random digits to ids; of an unknown engine, yes."""
-        from ..client_ids import has_random_suffix
-        from ..release_semantics import release
+        from ..release_semantics import has_random_suffix
 
-        return self.engine is None or has_random_suffix(release(self.engine.version))
+        return self.engine is None or has_random_suffix(self.engine.engine, self.engine.version)
 
     @property
     def meanings(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from .. import events as ev
 from ..analysis.block_states import BlockStates
 from ..bounded_tables import keep_newest
 from ..causes import BEGAN_BEFORE, EVICTED, WITH_LAST_OUTPUT
-from ..client_ids import has_random_suffix, part_of
+from ..client_ids import part_of
 from ..figures.declared import BY_NAME, FIGURES
 from ..figures.figure import GROUPED, value_of
 from ..figures.sums import NoSum, Sums
@@ -27,7 +27,7 @@ from ..ledger.account import COMPUTED, EXTERNAL, LOCAL, UNATTAINED, Account
 from ..ledger.blocks.contents import Change
 from ..ledger.kv_events import KVEventCounts
 from ..ledger.weights import outputs_of
-from ..release_semantics import release
+from ..release_semantics import has_random_suffix
 
 # --- distribution --------------------------------------------------------------------------------------
 #
@@ -348,7 +348,7 @@ class MetricsState(Sums):
         self.clock_seconds = event.wall_seconds - event.at / 1e6
         self.exempts = event.configuration.get("prefix_caching") is not False
         self.kv_role = str(event.configuration.get("kv_role") or "")
-        self.suffixed = has_random_suffix(release(event.version))
+        self.suffixed = has_random_suffix(event.engine, event.version)
         if not self.created_seconds:
             self.created_seconds = event.wall_seconds
 

@@ -10,8 +10,8 @@ import msgspec
 from ...audit.analysis.hit_reasons import Probe, Reason, reasons, share
 from ...audit.analysis.usage import Contradiction, contradictions, relations
 from ...audit.checks.figures import FIGURES
-from ...audit.faults.catalogue import NAMES, KnownOfRelease, Product, of_release
-from ...audit.release_semantics import meanings
+from ...audit.faults.catalogue import KnownOfRelease, of_release
+from ...audit.release_semantics import CONTRACTS, Product, meanings
 from ...audit.text import printable
 from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed
 from ..http_client import shown
@@ -26,11 +26,16 @@ HOOKS_TELL = (
 )
 """What an engine's own endpoints can't say."""
 
-SGLANG_NAMES = {figure: name for name, figure in SGLANG.items()}
-COUNTER = {row.figure: row.counter for figure in FIGURES for row in figure.compared} | {
-    "ended_output_tokens": "vllm:request_generation_tokens_sum"
+COUNTERS: dict[Product, dict[str, str]] = {
+    "vllm": {
+        row.figure: f'{row.counter}{{source="{row.source}"}}' if row.source else row.counter
+        for figure in FIGURES
+        for row in figure.compared
+    }
+    | {"ended_output_tokens": "vllm:request_generation_tokens_sum"},
+    "sglang": {figure: name for name, figure in SGLANG.items()},
 }
-SOURCE = {row.figure: row.source for figure in FIGURES for row in figure.compared if row.source}
+"""The counter of each figure, by product."""
 
 
 class CheckedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +74,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 def checked(server: Server) -> Checked:
     """Judge what a server said."""
-    product = server.product
+    product = server.first.product
     words = {figure: row.word for figure, row in meanings(server.release, engine=product).items()}
     same = server.first.identity == server.second.identity
     engines = [
@@ -122,23 +127,16 @@ def _unknown(
         yield "The server does not say its release, so no known fault and no sum of its figures is known."
     elif not faults.is_examined:
         yield faults.says
-    for relation in relations(words, server.product) if same else ():
+    for relation in relations(words, server.first.product) if same else ():
         figures = {*relation.figures, *relation.limits}
         if engines and not any(figures <= engine.grew.keys() for engine in engines):
-            names = sorted(_name(each, server.product) for each in figures)
+            names = sorted(COUNTERS[server.first.product][each] for each in figures)
             yield f"The server does not count {listed(names)}."
 
 
-def _name(figure: str, product: str) -> str:
-    if product == "sglang":
-        return SGLANG_NAMES[figure]
-    name, source = COUNTER[figure], SOURCE.get(figure)
-    return f'{name}{{source="{source}"}}' if source else name
-
-
-def _says(found: Contradiction, product: str) -> str:
+def _says(found: Contradiction, product: Product) -> str:
     """``vllm:prefix_cache_hits_total is 12 and can't exceed vllm:prefix_cache_queries_total, later 10``."""
-    names, limits = ([_name(figure, product) for figure in each] for each in (found.figures, found.limits))
+    names, limits = ([COUNTERS[product][figure] for figure in each] for each in (found.figures, found.limits))
     if found.figures == found.limits:
         return f"{names[0]} fell from {found.sum:,.0f} to {found.limit:,.0f}."
     return (
@@ -200,7 +198,7 @@ def _sentences(result: Checked) -> Iterator[str]:
         "violated": f"{counted(len(wrong), 'contradiction')} between the engine's own counters",
         "unknown": "not everything can be judged",
     }[result.verdict]
-    product = NAMES[result.product]
+    product = CONTRACTS[result.product].name
     release = f"{product} {result.release}" if result.release else f"{product} of unknown release"
     models = f" with {listed(result.models)}" if result.models else ""
     known = ", ".join(

@@ -14,13 +14,11 @@ from ...audit import glossary
 from ...audit.checks import engine_metrics, registry
 from ...audit.errors import LedgerError
 from ...audit.faults.catalogue import (
-    EXAMINED,
     HARMS,
     Fault,
     Kind,
     KnownFault,
     KnownOfRelease,
-    Product,
     catalogue,
     checked,
     facts,
@@ -29,10 +27,10 @@ from ...audit.faults.catalogue import (
     of_release,
     shown_by,
 )
+from ...audit.release_semantics import CONTRACTS
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Table, Words, counted, listed
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")
-PRODUCTS: tuple[Product, ...] = ("vllm", "lmcache", "sglang")
 COLUMNS = ("release", *(field.name for field in msgspec.structs.fields(KnownFault)))
 
 
@@ -41,12 +39,12 @@ def faults(vllm: str, lmcache: str, sglang: str, installed: Mapping[str, str]) -
 
     Raises :class:`LedgerError` for a release that is none, or of which nothing is known.
     """
-    asked = zip(PRODUCTS, (vllm, lmcache, sglang), strict=True)
+    asked = zip(CONTRACTS, (vllm, lmcache, sglang), strict=True)
     given = {product: version for product, version in asked if version}
     if given:
         return [of_release(product, checked(product, version)) for product, version in given.items()]
-    here = [of_release(product, installed[product]) for product in PRODUCTS if product in installed]
-    return here or [of_all(product) for product in PRODUCTS]
+    here = [of_release(product, installed[product]) for product in CONTRACTS if product in installed]
+    return here or [of_all(product) for product in CONTRACTS]
 
 
 def answer(known: Sequence[KnownOfRelease]) -> Answer:
@@ -104,7 +102,7 @@ def fault_sentence(row: KnownFault) -> str:
     """``failed-load-stays-cached: blocks stay in the cache, if a load fails. Not fixed in 0.33.0.``"""
     maybe = " may be there" if row.state == "may have" else ""
     condition = f", {row.condition}" if row.condition else ""
-    until = f"Fixed in {row.fixed}" if row.fixed else f"Not fixed in {EXAMINED[row.product][-1]}"
+    until = f"Fixed in {row.fixed}" if row.fixed else f"Not fixed in {CONTRACTS[row.product].examined[-1]}"
     return f"{row.id}{maybe}: {row.title}{condition}. {until}."
 
 

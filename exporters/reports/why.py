@@ -15,7 +15,7 @@ import msgspec
 
 from ...audit.analysis.costs import MoreBlocks
 from ...audit.causes import EVICTED, MISSES, SAMPLED_MISSES
-from ...audit.checks.coverage import REACHED
+from ...audit.release_semantics import contract
 from ...audit.replay.parallel import Run, here
 from ...audit.replay.windows import EVERYTHING, Window
 from ..answer import (
@@ -208,7 +208,7 @@ def explained(
     models = [model_row(engine.name, engine.busy_us, engine.model) for engine in engines]
     engine_seconds = sum(row.engine_seconds for row in models)
     below = [e.engine for e in engines if e.engine and e.engine.level == TOKENS]
-    levels = [TOKENS] if any(each.engine not in REACHED for each in below) else []
+    levels = [TOKENS] if any(contract(each.engine).level != TOKENS for each in below) else []
     sizes = {engine.block_tokens for engine in engines}
     return Why(
         **_sums(misses, engine_seconds, gpu_hour),

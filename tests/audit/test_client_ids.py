@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvledger.audit.client_ids import Part, has_random_suffix, part_of, rank
+from kvledger.audit.client_ids import Part, part_of, rank
+from kvledger.audit.release_semantics import has_random_suffix
 
 BEAM = "cmpl-a-0123456789abcdef0123456789abcdef-beam-1-0a1b2c3d"
 
@@ -31,8 +32,9 @@ def test_a_request_belongs_to_its_call(request_id: str, part: Part) -> None:
 
 
 def test_releases_before_0_14_append_no_random_digits() -> None:
-    assert not has_random_suffix((0, 12, 0))
-    assert has_random_suffix((0, 14, 0))
+    assert not has_random_suffix("vllm", "0.12.0")
+    assert has_random_suffix("vllm", "0.14.0")
+    assert not has_random_suffix("sglang", "0.14.0")
     assert Part("chatcmpl-client-deadbeef", 0, -1) == part_of("chatcmpl-client-deadbeef", suffixed=False)
     assert -1 == rank("chatcmpl-client", "chatcmpl-client-deadbeef", suffixed=False)
 

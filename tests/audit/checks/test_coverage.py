@@ -19,7 +19,7 @@ from kvledger.audit.checks.coverage import (
 )
 from kvledger.audit.checks.registry import KINDS, catalogue
 from kvledger.audit.events import EngineStarted
-from kvledger.audit.faults.catalogue import EXAMINED
+from kvledger.audit.release_semantics import CONTRACTS
 
 WITH_ALL = {"connector": "C", "plan": "read", "kv_events_port": 5557, "encoder_cache": 2048}
 
@@ -34,7 +34,7 @@ def test_a_clean_verdict_at_level_tokens_says_what_nobody_looked_at():
     assert "clean at level tokens: counts, progress; not examined: block contents, ownership" == words
 
 
-@pytest.mark.parametrize("version", EXAMINED["vllm"])
+@pytest.mark.parametrize("version", CONTRACTS["vllm"].examined)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_kind_is_examined_or_not_and_every_invariant_checked_or_named(level: str, version: str):
     """Over all levels and releases: no invariant is left out silently."""

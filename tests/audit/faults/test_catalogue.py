@@ -8,18 +8,9 @@ import msgspec
 import pytest
 
 from kvledger.audit.checks.registry import catalogue as invariants
-from kvledger.audit.faults.catalogue import (
-    EXAMINED,
-    HARMS,
-    Fault,
-    Product,
-    catalogue,
-    known,
-    read,
-    short_name,
-)
+from kvledger.audit.faults.catalogue import HARMS, Fault, catalogue, known, read, short_name
 from kvledger.audit.faults.conditions import CONDITIONS, traits
-from kvledger.audit.release_semantics import limits, meanings, release
+from kvledger.audit.release_semantics import CONTRACTS, Product, limits, meanings, release
 
 FAULTS = catalogue().values()
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=catalogue())
@@ -45,7 +36,7 @@ def test_a_fault_names_conditions_harms_and_invariants_that_exist(fault: Fault) 
 def test_the_releases_of_a_fault_were_examined_or_their_sources_read(fault: Fault) -> None:
     spans = fault.releases
     named = {spans.first, spans.last, spans.fixed, *spans.also} - {""}
-    assert set(spans.read) == named - set(EXAMINED[fault.product])
+    assert set(spans.read) == named - set(CONTRACTS[fault.product].examined)
     assert not spans.last or release(spans.first) <= release(spans.last)
     assert not spans.fixed or release(spans.last) < release(spans.fixed)
     assert bool(spans.last) or not spans.fixed

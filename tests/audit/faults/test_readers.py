@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvledger.audit.faults.catalogue import EXAMINED, catalogue
+from kvledger.audit.faults.catalogue import catalogue
+from kvledger.audit.release_semantics import CONTRACTS
 
 ROOT = Path(__file__).parents[3]
 FAULTS = catalogue().values()
@@ -28,9 +29,10 @@ def test_the_examined_releases_are_those_of_the_matrix(scripts: None) -> None:
     names = [name for name in MATRIX if "/" not in name]
     vllm = dict.fromkeys(name.removesuffix("-v0") for name in names if not name.startswith("lmcache-"))
     lmcache = [name.removeprefix("lmcache-") for name in names if name.startswith("lmcache-")]
-    observed = [name for name in EXAMINED["vllm"] if name not in NOT_OBSERVED]
-    assert {"vllm": [*vllm], "lmcache": lmcache} == {"vllm": observed, "lmcache": [*EXAMINED["lmcache"]]}
-    assert [name.removeprefix("sglang-") for name in SGLANG] == [*EXAMINED["sglang"]]
+    sglang = [name.removeprefix("sglang-") for name in SGLANG]
+    examined = {product: [*contract.examined] for product, contract in CONTRACTS.items()}
+    examined["vllm"] = [name for name in examined["vllm"] if name not in NOT_OBSERVED]
+    assert {"vllm": [*vllm], "lmcache": lmcache, "sglang": sglang} == examined
 
 
 def test_every_release_that_a_fault_is_run_or_proved_in_is_in_the_matrix_and_has_it(scripts: None) -> None:

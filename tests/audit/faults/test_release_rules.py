@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from kvledger.audit.engines.configuration import SCHEDULER
-from kvledger.audit.faults.catalogue import EXAMINED, ReleaseRule, begun, by_switch, release_rules
+from kvledger.audit.faults.catalogue import ReleaseRule, begun, by_switch, release_rules
 from kvledger.audit.faults.catalogue import read_rules as read
 from kvledger.audit.faults.conditions import CONDITIONS
+from kvledger.audit.release_semantics import CONTRACTS
 from kvledger.audit.simulate.study import NAMES
 
 RULES = release_rules()
@@ -29,7 +30,7 @@ def test_a_rule_is_described_in_whole_sentences(rule: ReleaseRule) -> None:
 @each_rule
 def test_a_rule_names_releases_conditions_settings_and_sources_that_exist(rule: ReleaseRule) -> None:
     spans = rule.releases
-    assert {spans.first, spans.last, spans.fixed, *spans.also} - {""} <= set(EXAMINED["vllm"])
+    assert {spans.first, spans.last, spans.fixed, *spans.also} - {""} <= set(CONTRACTS["vllm"].examined)
     assert set(rule.conditions) <= set(CONDITIONS)
     assert set(rule.settings) <= {*NAMES, *SCHEDULER}
     assert rule.settings and rule.links

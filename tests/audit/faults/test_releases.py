@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvledger.audit.errors import LedgerError
-from kvledger.audit.faults.catalogue import EXAMINED, Affected, Fault, catalogue, checked, of_all, of_release
+from kvledger.audit.faults.catalogue import Affected, Fault, catalogue, checked, of_all, of_release
 from kvledger.audit.faults.conditions import sentence, unmet
+from kvledger.audit.release_semantics import CONTRACTS
 
 SPAN = Affected(first="0.17.0", last="0.20.0", fixed="0.24.0")
 
@@ -51,7 +52,7 @@ def test_a_post_release_of_sglang_is_a_release_of_its_own(version: str, state: s
 
 @pytest.mark.parametrize("fault", catalogue().values(), ids=catalogue())
 def test_every_examined_release_has_the_fault_or_not(fault: Fault) -> None:
-    states = [fault.releases.state(fault.product, each) for each in EXAMINED[fault.product]]
+    states = [fault.releases.state(fault.product, each) for each in CONTRACTS[fault.product].examined]
     assert "has" in states
     assert "may have" not in states
 
