@@ -45,7 +45,8 @@ _SCENARIOS = {
         pooling_sync
         preempt_forced_async preempt_forced_sync preempt_prefill_async preempt_prefill_consumer
         preempt_prefill_external preempt_prefill_sync preempted_in_prefill_async
-        preempted_in_prefill_sync reset_running_async reset_running_speculative reset_running_sync
+        preempted_in_prefill_sync prompt_ends_within_a_block
+        reset_running_async reset_running_speculative reset_running_sync
         resumed_with_chunks_in_flight_producer session_async session_async_speculative
         session_of_states_async session_of_states_sync
         session_speculative session_sync speculative_async speculative_async_eagle speculative_eagle

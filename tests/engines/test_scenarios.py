@@ -534,6 +534,7 @@ UNEQUAL = {
     "image_twice_in_a_prompt_sync": "a request waits for space in the encoder cache, which is not simulated",
     "image_twice_in_a_prompt_async": "a request waits for space in the encoder cache, which is not simulated",
     "load_failure_read_by_a_neighbour": "two requests read one failed block",
+    "prompt_ends_within_a_block": "the cached part of a block is not simulated",
 }
 """Scenarios that differ, and why."""
 
