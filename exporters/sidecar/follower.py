@@ -84,12 +84,6 @@ class AuditsLock:
         self._guard.release()
 
 
-# --- follower ------------------------------------------------------------------------------------------
-#
-# The follower: finds journals, audits each engine from where it stopped, and gives the audits to pages and
-# exporters.
-
-
 # --- journal finder ------------------------------------------------------------------------------------
 #
 # Which journals a follower reads: one journal, or all in a folder and in those of hosts, also later ones.
@@ -639,6 +633,8 @@ class Follower:
         """Functions called with the audit of each new journal before its first event is read."""
         self.on_batch: OnBatch = ignore
         """Called after each batch has been audited."""
+        self.path = path
+        """Where the journals are."""
         self._finder = finder or FolderFinder(path)
         self._fold = fold
         """Whether ended engines of one name share an audit, and leave after a while."""
@@ -687,6 +683,11 @@ class Follower:
         )
         self.health.unreadable = len(self.problems)
         return EngineAudits([*self.past.values(), *(engine_audit for _, engine_audit in shown)], self.health)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where each journal is, by its name; folded ones too. The caller holds ``lock``."""
+        return {name: self._finder.path(name) for name in [*self.journals, *self.ended.folded]}
 
     @property
     def problems(self) -> list[str]:

@@ -30,6 +30,7 @@ from ...audit.checks.coverage import count_words, verdict_words
 from ...audit.checks.registry import catalogue, explain
 from ...audit.errors import LedgerError
 from ...audit.replay.followed_audit import FollowedAudit
+from ...audit.text import shown_id
 from ..answer import percent
 from ..files import environment
 from ..metrics.metric_list import collect
@@ -47,6 +48,7 @@ from .http_server import (
     accepted_format,
     accepts_gzip,
 )
+from .processes import AccountReader, Shown
 
 FINDINGS_SHOWN = 200
 
@@ -70,6 +72,7 @@ METRICS = {
 }
 """The content type of metrics, by whether the format is OpenMetrics."""
 EXPLAIN = "/explain/"
+REQUEST = "/request"
 
 _TEMPLATES = environment(Path(__file__).parent / "templates", Path(__file__).parents[1] / "templates")
 
@@ -88,6 +91,8 @@ class Site:
         self._security = security
         self._notify = notify
         self._telemetry_path = telemetry_path
+        self.accounts = AccountReader()
+        """Reads the accounts that ``/request`` is asked for."""
         self._text = _registry(follower, created=False)
         self._openmetrics = _registry(follower, created=True)
         """The metrics in OpenMetrics, with ``_created`` samples."""
@@ -126,6 +131,8 @@ class Site:
         path = environ.get("PATH_INFO", "")
         if path == self._telemetry_path:
             return self._metrics(environ, start)
+        if path == REQUEST:
+            return self._send(start, environ, self._request(environ))
         page_of = self._pages.get(path)
         if page_of is None and path.startswith(EXPLAIN):
             page = _explanation(path.removeprefix(EXPLAIN))
@@ -191,6 +198,27 @@ class Site:
             data = findings(self._follower.audits)
         return 200, "application/json", msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
 
+    def _request(self, environ: Environ) -> Page:
+        """The account of the request that the query names by ``id``, in all journals or in one."""
+        if not self._follower.ready.is_set():
+            return _NOT_YET
+        query = parse_qs(environ.get("QUERY_STRING", ""))
+        asked = shown_id(query.get("id", [""])[-1].strip())
+        chosen = query.get("journal", [""])[-1]
+        with self._follower.lock:
+            followed = sorted((name, one.exported.name) for name, one in self._follower.journals.items())
+            paths = self._follower.paths
+        if not asked:
+            shown = Shown(200, "", [])
+        elif chosen and chosen not in paths:
+            shown = Shown(404, "", ["There is no such journal any more; choose another one."])
+        else:
+            where = paths[chosen] if chosen else self._follower.path
+            read = [where] if chosen else paths.values()
+            shown = self.accounts.read(where, read, asked, environ.get(CUT_OFF, bool))
+        page = _html("request.html.j2", asked=asked, chosen=chosen, followed=followed, shown=shown)
+        return page if shown.status == 200 else (shown.status, *page[1:])
+
     def _landing(self) -> Page:
         now = time.time()
         with self._follower.lock:
@@ -209,6 +237,7 @@ class Site:
             problems=problems,
             left=left,
             telemetry_path=self._telemetry_path,
+            request=REQUEST,
         )
 
 

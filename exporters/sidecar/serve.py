@@ -26,10 +26,10 @@ from ...audit.text import printable
 from ..http_client import check_url
 from ..metrics.otel import attach_telemetry
 from . import http_server
-from .compactor import Compactor, seconds_of
 from .engine_metrics import Reconciler
 from .follower import Follower, Notify, ignore
 from .pages import TELEMETRY_PATH, Site
+from .processes import Compactor, seconds_of
 from .threads import Threads
 
 VARIABLE = "NOTIFY_SOCKET"
@@ -176,6 +176,7 @@ def serve(
                     notify("Stopped without a last checkpoint, because a journal kept the follower busy.")
         finally:
             tell_systemd(STOPPING=1)
+            site.accounts.close()
             server.shutdown()
             server.server_close()
     finally:
@@ -201,15 +202,11 @@ def check_config(
     _checked(path, address, config, engine_urls, telemetry_path)
     if not path.exists():
         raise LedgerError(f"There is no {path}.")
-    _compactor(path, compact, keep, ignore_sentence, ignore_sentence)
+    _compactor(path, compact, keep, ignore, ignore)
     if folder is not None:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise LedgerError(f"{folder} can't be written.")
-
-
-def ignore_sentence(_: str) -> None:
-    """Drop a sentence."""
 
 
 def _compactor(path: Path, compact: str, keep: str, notify: Notify, inform: Notify) -> Compactor | None:

@@ -61,6 +61,7 @@ PAGES: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "violated": violated,
     "sidecar": sidecar,
     "sidecar-starting": lambda folder: sidecar(folder, ready=False),
+    "sidecar-request": lambda folder: sidecar(folder, "/request?id=%3Cb%3E"),
     "sidecar-invariants": lambda folder: sidecar(folder, "/explain/"),
 }
 """What serves each page and gives its address."""

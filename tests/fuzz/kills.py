@@ -41,8 +41,8 @@ from kvledger.audit.replay.parallel import Processes
 from kvledger.exporters.facts.compact import compact
 from kvledger.exporters.facts.dataset import facts
 from kvledger.exporters.kv_events import EventRecorder, Received
-from kvledger.exporters.sidecar.compactor import Compactor
 from kvledger.exporters.sidecar.follower import Follower
+from kvledger.exporters.sidecar.processes import Compactor
 
 SECONDS = 0.4
 """The longest time until a process is killed."""

@@ -39,7 +39,7 @@ PLACES: dict[str, dict[str, str]] = {
         "audit/repro/launcher.py": "ours: the list of words that workers.py gives it",
         "audit/repro/workers.py": "ours: a list of words, with interpreters that the user names",
         "audit/traffic/processes.py": "ours: a list of words",
-        "exporters/sidecar/compactor.py": "ours: a list of words",
+        "exporters/sidecar/processes.py": "ours: a list of words",
     },
     "HTML": {
         "exporters/notebook.py": "escape()",

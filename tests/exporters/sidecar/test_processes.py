@@ -13,8 +13,8 @@ from tests.time_limits import HANGS
 from kvledger.audit.errors import LedgerError
 from kvledger.exporters.facts import kept
 from kvledger.exporters.reports.summary import summarize
-from kvledger.exporters.sidecar import compactor, serve
-from kvledger.exporters.sidecar.compactor import Compactor, seconds_of
+from kvledger.exporters.sidecar import processes, serve
+from kvledger.exporters.sidecar.processes import Compactor, seconds_of
 
 
 def until(true: object) -> None:
@@ -71,8 +71,8 @@ def test_the_age_of_rows_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compactor, "MOST_SECONDS", 0.0)
-    monkeypatch.setattr(compactor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.01)
     writer = Compactor(tmp_path, 1, print)
     writer._command = [sys.executable, "-c", "import time; time.sleep(60)"]
 
