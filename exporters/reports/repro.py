@@ -31,8 +31,6 @@ from ..repro.pytest_file import render as file_text
 from ..terminal import console, progress, rendered, share_progress, show
 
 EXIT_CODES = {"reproduced": 0, "not reproduced": 1, "refused": 3, "not run": 4}
-OVER = 1.05
-"""How much of its budget the command may take, with the run of the test that it wrote."""
 TIME_OVER = "was not run to its end: the time was over. Give more with --budget."
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 LISTED = 20
@@ -80,7 +78,7 @@ def run(
         raise LedgerError(f"{differs} Or try the installed one with --any-release.") from None
     tried: Run | str = ""
     if made.status == "reproduced":
-        limit = min(began + OVER * seconds - time.monotonic(), workers.LIMIT_SECONDS)
+        limit = min(began + seconds - time.monotonic(), workers.LIMIT_SECONDS)
         tried = _write(made, output, issue, python or sys.executable, yes, limit)
     found = answer(made, tried, output, issue)
     if str(output) != "-":
