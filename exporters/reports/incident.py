@@ -120,9 +120,8 @@ def incident(
         )
     if not after.audit.engines:
         raise LedgerError(f"No engine was observed from {utc(begin)} on: --since or --at names another time.")
-    changes = _changed_settings(before, after)
-    change = Change(before=before, after=after, settings=changes)
-    said, older = likeliest(change, *([] if eve is None else [_beside(eve, after)]))
+    change = Change.of(before, after)
+    said, older = likeliest(change, *([] if eve is None else [Change.of(eve, after)]))
     notes = [f"Already before {utc(begin)}: {cause.text} --since names when it began." for cause in older]
     named = {"path": shlex.join(map(str, paths)), "since": utc(begin).replace(" UTC", "Z").replace(" ", "T")}
     return Incident(
@@ -131,7 +130,7 @@ def incident(
         against=against,
         requests=(before.of("requests"), after.of("requests")),
         verdicts=(before.audit.verdict, after.audit.verdict),
-        felt=felt(change),
+        felt=list(felt(change)),
         causes=[
             NamedCause(
                 name=cause.name,
@@ -144,7 +143,7 @@ def incident(
             )
             for cause, effect in said
         ],
-        settings=changes,
+        settings=change.effective,
         figures=list(_figures(before, after)),
         misses=_misses(before, after),
         notes=[*notes, *after.audit.notes],
@@ -180,14 +179,6 @@ def _eve(before: Window, seconds: float) -> Window | None:
     return Window(since, before.until) if since > before.since else None
 
 
-def _beside(eve: Side, after: Side) -> Change:
-    return Change(before=eve, after=after, settings=_changed_settings(eve, after))
-
-
-def _changed_settings(before: Side, after: Side) -> list[SettingChange]:
-    return [row for row in setting_changes(before.audit, after.audit) if row.setting not in WITHOUT_EFFECT]
-
-
 def _when(against: str, then: Window) -> str:
     if against == BEFORE:
         return f"in the day before {utc(then.since or 0.0)}"
@@ -210,9 +201,8 @@ def _figures(before: Side, after: Side) -> Iterator[FigureChange]:
         return msgspec.structs.replace(row, before=was, after=now)
 
     def parts(name: str, figure: str, whole: str, of: str) -> FigureChange:
-        return FigureChange(
-            name=name, before=before.share(figure, whole), after=after.share(figure, whole), of=of
-        )
+        was, now = (side.share(figure, whole) for side in (before, after))
+        return FigureChange(name=name, before=was, after=now, of=of)
 
     yield FigureChange(name="hits", before=before.hits, after=after.hits, of="prompt tokens")
     yield parts("promised by the connector", "promised", "prompt_tokens", "prompt tokens")
@@ -380,20 +370,36 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     after: Side
     settings: Sequence[SettingChange] = ()
 
+    @staticmethod
+    def of(before: Side, after: Side) -> Change:
+        """What the engines of both sides have changed."""
+        return Change(before=before, after=after, settings=setting_changes(before.audit, after.audit))
+
+    @property
+    def effective(self) -> list[SettingChange]:
+        """The settings by which engines serve requests differently."""
+        return [row for row in self.settings if row.setting not in WITHOUT_EFFECT]
+
     @property
     def enough(self) -> bool:
         """Whether both sides have requests enough for rates and means."""
         return min(self.before.requests, self.after.requests) >= LEAST_REQUESTS
 
+    def both(self, value: Callable[[Side], float | None]) -> tuple[float, float] | None:
+        """A value on both sides; None where one is not known."""
+        return _both(value(self.before), value(self.after))
+
     def shares(self, figure: str, whole: str) -> tuple[float, float] | None:
         """A share on both sides; None where one is not known."""
-        return _both(self.before.share(figure, whole), self.after.share(figure, whole))
+        return self.both(lambda side: side.share(figure, whole))
 
     def means(self, figure: str, of: str = "requests") -> tuple[float, float] | None:
         """A mean on both sides; None where one is not known, or of too few requests."""
-        if not self.enough:
-            return None
-        return _both(self.before.mean(figure, of), self.after.mean(figure, of))
+        return self.both(lambda side: side.mean(figure, of)) if self.enough else None
+
+    def labels(self, label: str) -> tuple[Mapping[str, Figures], Mapping[str, Figures]]:
+        """The figures of each value of a label, on both sides."""
+        return self.before.labels.get(label, {}), self.after.labels.get(label, {})
 
 
 class Figure(NamedTuple):
@@ -514,7 +520,7 @@ def _holds(cause: Cause | None) -> bool:
 def worse(change: Change, name: str) -> tuple[float, float] | None:
     """A figure before and now, if it became worse; None if it did not, or is not known."""
     figure = FIGURES[name]
-    both = _both(figure.value(change.before), figure.value(change.after))
+    both = change.both(figure.value)
     return both if both is not None and change.enough and figure.worse(*both) else None
 
 
@@ -554,16 +560,11 @@ def less_work(change: Change, part: float) -> list[Effect]:
     ]
 
 
-def felt(change: Change) -> list[str]:
+def felt(change: Change) -> Iterator[str]:
     """What became worse for users, in sentences."""
-    return list(_felt(change))
-
-
-def _felt(change: Change) -> Iterator[str]:
-    before, after = change.before, change.after
     if hits := worse(change, HITS):
         yield f"hits fell from {percent(hits[0])} to {percent(hits[1])} of prompt tokens"
-    late = _both(before.first_token_p95, after.first_token_p95) if change.enough else None
+    late = change.both(lambda side: side.first_token_p95) if change.enough else None
     if first := worse(change, FIRST):
         yield f"the time to first token rose from {_ms(first[0])} to {_ms(first[1])}"
     elif late is not None and _rose(*late, LEAST_MILLISECONDS / 1e3):
@@ -674,10 +675,9 @@ def died(change: Change) -> Cause | None:
 
 def settings(change: Change) -> Cause | None:
     """Engines serve with other settings."""
-    rows = [row for row in change.settings if row.setting not in WITHOUT_EFFECT]
+    rows = sorted(change.effective, key=lambda row: row.setting != "release")
     if not rows:
         return None
-    rows.sort(key=lambda row: row.setting != "release")
     pairs = [f"{row.setting} from {row.before or 'none'} to {row.after or 'none'}" for row in rows[:4]]
     more = [f"{len(rows) - 4} more"] if len(rows) > 4 else []
     return Cause(
@@ -693,7 +693,7 @@ def settings(change: Change) -> Cause | None:
 
 def _new_engines(change: Change) -> list[Figures]:
     """The figures of each engine that served nothing before."""
-    before, after = (side.labels.get(JOURNAL, {}) for side in (change.before, change.after))
+    before, after = change.labels(JOURNAL)
     return [figures for name, figures in after.items() if name not in before]
 
 
@@ -791,7 +791,7 @@ def _tokens_a_decode(side: Side) -> float | None:
 
 def _fewer(change: Change, value: Callable[[Side], float | None]) -> float:
     """The part by which a value that fell would make less of what is divided by it."""
-    both = _both(value(change.before), value(change.after))
+    both = change.both(value)
     return 0.0 if both is None or not both[0] else 1 - both[1] / both[0]
 
 
@@ -813,12 +813,13 @@ def flood(change: Change) -> Cause | None:
     if not change.enough:
         return None
     found = []
-    sides = (change.before, change.after)
-    asked = [sum(map(_asked, side.labels.get(TENANT, {}).values())) for side in sides]
-    for tenant, figures in change.after.labels.get(TENANT, {}).items():
-        was = change.before.labels.get(TENANT, {}).get(tenant, {})
-        rates = _both(ratio(_asked(was), sides[0].seconds), ratio(_asked(figures), sides[1].seconds))
-        shares = _both(ratio(_asked(was), asked[0]), ratio(_asked(figures), asked[1]))
+    before, after = change.labels(TENANT)
+    asked = [sum(map(_asked, rows.values())) for rows in (before, after)]
+    seconds = [side.seconds for side in (change.before, change.after)]
+    for tenant, figures in after.items():
+        was = before.get(tenant, {})
+        rates = _both(*(ratio(_asked(row), of) for row, of in zip((was, figures), seconds, strict=True)))
+        shares = _both(*(ratio(_asked(row), of) for row, of in zip((was, figures), asked, strict=True)))
         if tenant in UNLABELLED or rates is None or shares is None:
             continue
         if (
@@ -830,23 +831,18 @@ def flood(change: Change) -> Cause | None:
     if not found:
         return None
     share, tenant, rates, (was, figures) = max(found, key=lambda one: one[:2])
-    before = f"{rates[0]:,.0f} before" if was else "it is new"
-    more = (figures["scheduled"] / (sides[1].seconds or 1)) - was.get("scheduled", 0) / (
-        sides[0].seconds or 1
-    )
-    sends = [
-        ratio(row.get("requests", 0), side.seconds) or 0.0
-        for row, side in zip((was, figures), sides, strict=True)
-    ]
-    how = f"{sends[1]:,.1f} requests a second of {_asked(figures) / figures['requests']:,.0f} tokens"
+    asked_before = f"{rates[0]:,.0f} before" if was else "it is new"
+    more = figures["scheduled"] / (seconds[1] or 1) - was.get("scheduled", 0) / (seconds[0] or 1)
+    sends = ratio(figures["requests"], seconds[1]) or 0.0
+    how = f"{sends:,.1f} requests a second of {_asked(figures) / figures['requests']:,.0f} tokens"
     return Cause(
         "flood",
-        f"Tenant {tenant} asks for {rates[1]:,.0f} tokens a second; {before}. It sends {how}, "
+        f"Tenant {tenant} asks for {rates[1]:,.0f} tokens a second; {asked_before}. It sends {how}, "
         f"{percent(share)} of all tokens.{_whose_hits_fell(change, but=tenant)}",
         f"Limit tenant {tenant}, or give it engines of its own.",
         "summary {path} --since {since} --by group",
         [
-            *less_work(change, more * (sides[1].seconds or 0) / max(1, sides[1].of("scheduled"))),
+            *less_work(change, more * (seconds[1] or 0) / max(1, change.after.of("scheduled"))),
             *_undone(change, HITS, lambda before, now: _hits_without(change, tenant, more)),
         ],
     )
@@ -863,10 +859,13 @@ def _hits_without(change: Change, tenant: str, more: float) -> float | None:
     What they lost since before is charged to who computed more, as each computed block evicts another one:
     ``more`` is what the tenant has scheduled more, in tokens a second.
     """
-    sides = (change.before, change.after)
-    others = [[row for name, row in side.labels[TENANT].items() if name != tenant] for side in sides]
-    hits = _both(*(ratio(sum(map(_hit, rows)), sum(row["prompt_tokens"] for row in rows)) for rows in others))
-    rates = _both(*(ratio(side.of("scheduled"), side.seconds) for side in sides))
+
+    def of_others(side: Side) -> float | None:
+        rows = [row for name, row in side.labels[TENANT].items() if name != tenant]
+        return ratio(sum(map(_hit, rows)), sum(row["prompt_tokens"] for row in rows))
+
+    hits = change.both(of_others)
+    rates = change.both(lambda side: ratio(side.of("scheduled"), side.seconds))
     if hits is None or rates is None or rates[1] <= rates[0]:
         return None
     return hits[1] + (hits[0] - hits[1]) * more / (rates[1] - rates[0])
@@ -880,7 +879,7 @@ def new_label(change: Change) -> Cause | None:
     """Many requests have an adapter that was not there before."""
     if not change.enough:
         return None
-    before, after = (side.labels.get(ADAPTER, {}) for side in (change.before, change.after))
+    before, after = change.labels(ADAPTER)
     total = change.after.of("requests")
     new = {
         name: figures["requests"] / total
@@ -904,7 +903,7 @@ def new_label(change: Change) -> Cause | None:
 
 def traffic(change: Change) -> Cause | None:
     """More requests come."""
-    rates = _both(change.before.rate, change.after.rate)
+    rates = change.both(lambda side: side.rate)
     if rates is None or not change.enough or not rates[1] or rates[1] < TIMES * rates[0]:
         return None
     return Cause(
@@ -942,7 +941,7 @@ longer_outputs = _longer("longer-outputs", "first_output", "Outputs", _decoding)
 
 def scattered(change: Change) -> Cause | None:
     """Requests of one tenant go to more engines than before."""
-    shares = _both(_to_one_engine(change.before.by_engine), _to_one_engine(change.after.by_engine))
+    shares = change.both(_to_one_engine)
     if shares is None or not change.enough or shares[0] - shares[1] < 2 * POINTS:
         return None
     return Cause(
@@ -957,11 +956,11 @@ def scattered(change: Change) -> Cause | None:
     )
 
 
-def _to_one_engine(figures: Mapping[tuple[str, str], Figures]) -> float | None:
+def _to_one_engine(side: Side) -> float | None:
     """The share of labelled requests that went to the engine with most of their tenant."""
     most: dict[str, int] = {}
     total = 0
-    for (tenant, _), row in figures.items():
+    for (tenant, _), row in side.by_engine.items():
         if tenant not in UNLABELLED:
             most[tenant] = max(most.get(tenant, 0), row["requests"])
             total += row["requests"]
@@ -1012,8 +1011,9 @@ def starved(change: Change) -> Cause | None:
     """Less urgent requests wait longer, and urgent ones don't."""
     found = []
     waits: dict[str, float] = {}
-    for priority, figures in change.after.labels.get(PRIORITY, {}).items():
-        was = change.before.labels.get(PRIORITY, {}).get(priority, {})
+    before, after = change.labels(PRIORITY)
+    for priority, figures in after.items():
+        was = before.get(priority, {})
         means = _both(
             ratio(was.get("queued_microseconds"), was.get("first_tokens")),
             ratio(figures["queued_microseconds"], figures["first_tokens"]),
@@ -1069,8 +1069,9 @@ def never_seen(change: Change) -> Cause | None:
 def _whose_hits_fell(change: Change, but: str = "") -> str:
     falls = []
     for label in (TENANT, ADAPTER):
-        for value, figures in change.after.labels.get(label, {}).items():
-            was = change.before.labels.get(label, {}).get(value)
+        before, after = change.labels(label)
+        for value, figures in after.items():
+            was = before.get(value)
             if value in UNLABELLED or value == but or was is None:
                 continue
             hits = _both(*(ratio(_hit(one), one["prompt_tokens"]) for one in (was, figures)))
@@ -1143,12 +1144,7 @@ def preempted(change: Change) -> Cause | None:
 
 def aborted(change: Change) -> Cause | None:
     """More clients leave."""
-    shares = _both(
-        *(
-            ratio(side.outcomes.get("aborted", 0), side.of("requests"))
-            for side in (change.before, change.after)
-        )
-    )
+    shares = change.both(lambda side: ratio(side.outcomes.get("aborted", 0), side.of("requests")))
     if shares is None or not change.enough or shares[1] - shares[0] < POINTS:
         return None
     return Cause(

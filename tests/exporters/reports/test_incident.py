@@ -296,7 +296,7 @@ def test_a_finding_that_was_as_frequent_before_is_not_new() -> None:
 def test_few_requests_conclude_nothing_from_means() -> None:
     few = replace(figures(requests=19, preemptions=19, local=0), seconds=1.0, outcomes={"aborted": 19})
     assert [] == named(few)
-    assert [] == felt(Change(before=SIDE, after=few))
+    assert [] == list(felt(Change(before=SIDE, after=few)))
 
 
 # --- the command ------------------------------------------------------------------------------------------
