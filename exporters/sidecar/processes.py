@@ -241,7 +241,9 @@ class AccountReader:
             return Shown(503, "", [f"The account is too long for a page. {command}"])
         if done.stdout:
             return Shown(200, done.stdout, done.stderr.splitlines())
-        return Shown(404 if done.returncode == LedgerError.exit_code else 500, "", [_last_line(done)])
+        if (last := _last_line(done)).startswith("MemoryError"):
+            return Shown(503, "", [f"Reading took more than the memory that it may have. {command}"])
+        return Shown(404 if done.returncode == LedgerError.exit_code else 500, "", [last])
 
     def close(self) -> None:
         """End the process that runs."""
