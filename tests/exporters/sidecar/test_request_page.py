@@ -38,6 +38,14 @@ def named(request_id: str, *, ended: bool = True) -> list[Event]:
     return [each for each in stream if ended or not isinstance(each, Finished)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """A reader may take as long as a busy machine needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "SHOW_SECONDS", 120.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("journals of engines")
