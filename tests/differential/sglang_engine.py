@@ -228,8 +228,7 @@ class Client(loop.Plan):
             self.messages[self.iteration].insert(0, turn)
         if turns and not waits:
             self._turn = turns[0].rid
-        # A session keeps its KV for its next turn. That may wait behind a request which needs this room,
-        # and then neither is ever admitted (https://github.com/sgl-project/sglang/issues/27024).
+        # Two requests can wait for each other (https://github.com/sgl-project/sglang/issues/27024).
         waiting = self._scheduler.waiting_queue
         self._stuck = self._stuck + 1 if waiting else 0
         if self._stuck > STUCK_ITERATIONS:
