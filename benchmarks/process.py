@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from kvledger.audit.demo.run import settle_environment
+from kvledger.audit.demo.engine import settle_environment
 
 
 def settle() -> None:

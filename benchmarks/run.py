@@ -20,7 +20,7 @@ from benchmarks.process import settle
 from benchmarks.stats import Estimate
 from benchmarks.validity import InvalidRound
 
-from kvledger.audit.demo.run import output_to
+from kvledger.audit.demo.engine import output_to
 
 BLOCKS = ("blocks-256", "blocks-1024", "blocks-pool", "blocks-churn")
 SCHEDULER = ("steady-256", "steady-1024", "churn", "churn-short", "images", "speculative", *BLOCKS)

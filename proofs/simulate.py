@@ -35,9 +35,8 @@ from typing import Any, NamedTuple
 
 from tests.serving.processes import Engine
 
-from kvledger.audit.demo.engine import EXECUTOR, tiny_engine
+from kvledger.audit.demo.engine import EXECUTOR, settle_environment, tiny_engine
 from kvledger.audit.demo.model import VOCABULARY_TOKENS, write_model
-from kvledger.audit.demo.run import settle_environment
 from kvledger.audit.engines.step_log import StepLog
 from kvledger.audit.journal.reader import Reader
 from kvledger.audit.simulate.study import Outcome, Study, Variant, recording

@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> None:
     """Run the situation that the command line names."""
     import os
 
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment
 
     name, file = arguments
     settle_environment(in_process=True)

@@ -36,8 +36,7 @@ OFFLOADING = {
 def serve(folder: Path, store: bool) -> None:
     """Serve all sessions in this process, which writes a journal in ``folder``."""
     from kvledger.audit.demo import model
-    from kvledger.audit.demo.engine import tiny_engine
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment, tiny_engine
 
     settle_environment(in_process=True)
     os.environ.update(KVLEDGER_DIR=str(folder / "journal"), KVLEDGER_LEVEL="blocks")

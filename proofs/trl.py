@@ -122,7 +122,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def train(steps: int, *, reset: bool) -> None:
     """Train, and print what each step had, as JSON."""
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment
 
     settle_environment(in_process=True)
     import torch

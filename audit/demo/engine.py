@@ -12,11 +12,13 @@ Whatever vLLM and its C++ parts print goes to a log file. vLLM is imported after
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +26,6 @@ from .. import temporary
 from ..planted.fault import PlantedFault, planted
 from . import workload
 from .model import write_model
-from .run import output_to, settle_environment, share_bytecode
 
 COUNTER_WORDS = ("prompt", "cache", "preempt", "external", "generation")
 """RESULT.json has every counter with one of these in its name."""
@@ -39,6 +40,57 @@ LATENCIES = (
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The worker inside EngineCore. The CPU platform would replace the short name "uni" by a process."""
+
+
+# --- Prepares a process for a repeatable engine run, before vLLM is imported.
+
+
+def settle_environment(*, in_process: bool) -> None:
+    """Set the environment variables that vLLM reads when it is imported."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",  # one order of summation, so that digests are comparable
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+def share_bytecode(folder: Path) -> None:
+    """Keep bytecode in `folder` if this process writes none, because EngineCore imports everything again.
+
+    Compiling vLLM and its dependencies takes ten seconds per process.
+    """
+    torch = importlib.util.find_spec("torch")
+    kept = torch and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists()
+    if sys.dont_write_bytecode and not kept:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+
+
+@contextlib.contextmanager
+def output_to(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
+    """Redirect this process's output, and its children's, to `log`; yields the original outputs."""
+    with (
+        os.fdopen(os.dup(1), "w") as stdout,
+        os.fdopen(os.dup(2), "w") as stderr,
+        log.open("wb") as sink,
+    ):
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield stdout, stderr
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)
+
+
+# --- The engine and its run.
 
 
 def tiny_engine(model: Path, **settings: Any) -> Any:

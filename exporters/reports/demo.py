@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ... import __version__
 from ...audit.causes import DIFFERENCES
-from ...audit.demo.run import PREEMPTIONS, Demo
+from ...audit.demo.run import COUNTERS, PREEMPTIONS, Demo, LookupDifferences, LookupReport, LookupTotals
 from ...audit.demo.run import run as run_demo
 from ...audit.demo.sglang import run as sglang
-from ...audit.demo.workload import COUNTERS, INJECTIONS, Differences, LookupReport, LookupTotals
+from ...audit.demo.workload import INJECTIONS
 from ..answer import BAD, DIM, GOOD, STRONG, Answer, Lines, Part, Sum, Table, Words, counted, notes
 from ..terminal import progress
 from . import audit, statement
@@ -225,7 +225,7 @@ def _totals(label: str, totals: LookupTotals) -> Sum:
     return Sum((label, *(getattr(totals, name) for name in COUNTERS), lookups))
 
 
-def _differences(step: Differences) -> Iterator[tuple[object, ...]]:
+def _differences(step: LookupDifferences) -> Iterator[tuple[object, ...]]:
     for cause, totals in step.items():
         figures = (getattr(totals, name) for name in COUNTERS)
         yield audit.difference(cause, DIFFERENCES[cause], figures, abs(totals.lookups))

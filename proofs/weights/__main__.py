@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvledger.audit.demo.run import output_to
+from kvledger.audit.demo.engine import output_to
 
 from . import random_run, server, workers
 from .engine import prepare, same_kv

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from tests.demo.forked import IMPORTED_ONCE
 
+from kvledger.audit.demo.engine import settle_environment
 from kvledger.audit.demo.model import LAYERS, write_model
-from kvledger.audit.demo.run import settle_environment
 
 BLOCK = 32
 TOP = 5

@@ -116,7 +116,7 @@ def of_a_real_engine(folder: Path, code: str) -> list[str]:
 import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from pathlib import Path
-from kvledger.audit.demo.run import settle_environment
+from kvledger.audit.demo.engine import settle_environment
 settle_environment(in_process=True)
 from vllm import SamplingParams
 from kvledger.audit.demo.engine import tiny_engine

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.audit.demo import engine
-from kvledger.audit.demo.run import settle_environment
+from kvledger.audit.demo.engine import settle_environment
 
 IMPORTED_ONCE = (
     "vllm.entrypoints.llm",

@@ -6,7 +6,7 @@ from tests.audit.checks.false_reports import report, with_report
 from tests.histories import events, weave
 from tests.journals import CLEAN
 
-from kvledger.audit.demo.workload import COUNTERS, LookupReport, LookupTotals
+from kvledger.audit.demo.run import COUNTERS, LookupReport, LookupTotals
 from kvledger.audit.events import AdmissionFailed, Event, Gap
 
 

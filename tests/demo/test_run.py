@@ -19,7 +19,6 @@ from tests.histories import events
 
 from kvledger.audit.analysis.source_differences import Figures
 from kvledger.audit.demo import run as demo
-from kvledger.audit.demo import workload
 from kvledger.audit.demo.run import Demo, EngineFailed
 from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import HookFailed
@@ -124,7 +123,7 @@ def test_a_counter_difference_without_a_cause_is_unexplained(stand_in: Any, tmp_
 def test_lookups_and_preemptions_are_compared_with_the_engines_counters(
     stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lookup_counters = dict(zip(workload.COUNTERS.values(), (200, 0, 200, 32), strict=True))
+    lookup_counters = dict(zip(demo.COUNTERS.values(), (200, 0, 200, 32), strict=True))
     stand_in(f"write('clean'); finish(counters={COUNTERS | lookup_counters | {demo.PREEMPTIONS: 0}!r})")
     result, _ = run(tmp_path / "demo")
     shown = report(result.audit)

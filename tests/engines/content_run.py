@@ -305,7 +305,7 @@ def outputs_of(name: str) -> list[list[list[int]]]:
 
 def main(arguments: list[str]) -> None:
     """Run the situation that the command line names."""
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment
 
     *options, name, file = arguments
     settle_environment(in_process=True)

@@ -93,7 +93,7 @@ def vars_of(sums: Any) -> dict[str, int]:
 
 def main() -> None:
     """``FOLDER``, the lost batches separated by commas, and two free ports."""
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     settle_environment(in_process=True)

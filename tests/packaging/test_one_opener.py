@@ -11,9 +11,9 @@ OPENER = "audit/journal/safe_open.py"
 
 OTHERS = {
     "audit/traffic/engine_setup.py": "a model of its own",
-    "audit/demo/engine.py": "the demo's own result",
+    "audit/demo/engine.py": "the demo's own log and result",
     "audit/demo/model.py": "the demo's own model",
-    "audit/demo/run.py": "the demo's own log and result",
+    "audit/demo/run.py": "the demo's own result",
     "audit/engines/source_files.py": "the source of vLLM",
     "audit/entry/export_checks.py": "a file that the user names",
     "audit/demo/sglang/run.py": "a folder of its own for one command",

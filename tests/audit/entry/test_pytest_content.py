@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[3]
 ENGINE = """
-    from kvledger.audit.demo.run import settle_environment
+    from kvledger.audit.demo.engine import settle_environment
     from tests.engines.content_run import engine, generate, prompts
 
     settle_environment(in_process=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.audit.demo import workload
-from kvledger.audit.demo.engine import run_waves, start_engine
-from kvledger.audit.demo.run import settle_environment
+from kvledger.audit.demo.engine import run_waves, settle_environment, start_engine
 
 EVERY_STEPS = 7
 SEED = 3
