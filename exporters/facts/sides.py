@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import inf
+from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +28,8 @@ from .misses import Sampled, misses_by_group, sampled_misses
 from .replayed import Wanted
 from .sums import Group, GroupSums, by_group
 from .tables import Facts
+
+Key = TypeVar("Key", bound=Hashable)
 
 Figures = Mapping[str, int]
 """Sums of figures by the figure's name."""
@@ -134,7 +138,7 @@ def _side(found: Facts, window: Window) -> Side:
     columns = _columns(found)
     groups = by_group(found, list(columns.values()))
     everything = groups[()]
-    by_one = {name: _by(groups, place) for place, name in enumerate(columns)}
+    by_one = {name: _by(groups, itemgetter(place)) for place, name in enumerate(columns)}
     outcomes, served = by_one.pop(OUTCOME), by_one[JOURNAL]
     audits = list(zip(found.audits, found.engines, strict=True))
     died = {engine.journal: text for audit, engine in audits if (text := _died(audit, window))}
@@ -155,7 +159,7 @@ def _side(found: Facts, window: Window) -> Side:
         missed=misses_by_group(found, {(): everything}, (), "")[()].tokens,
         sampled=sampled_misses(found),
         labels=by_one,
-        by_engine=_by_engine(groups, list(columns)),
+        by_engine=_by(groups, itemgetter(*map(list(columns).index, (TENANT, JOURNAL)))),
         outcomes={outcome: figures["requests"] for outcome, figures in outcomes.items()},
         first_token_p95=first_token_p95,
         findings=Counter({row.id: row.findings for row in audit.found}),
@@ -234,19 +238,10 @@ def _columns(facts: Facts) -> dict[str, str]:
     return columns if facts.gone else columns | {PRIORITY: KEYS["priority"]}
 
 
-def _by(groups: Mapping[Group, GroupSums], place: int) -> dict[str, Figures]:
-    """The figures by one column of the groups."""
-    found: dict[str, dict[str, int]] = {}
+def _by(groups: Mapping[Group, GroupSums], key: Callable[[Group], Key]) -> dict[Key, Figures]:
+    """The figures by what ``key`` gives of a group."""
+    found: dict[Key, dict[str, int]] = {}
     for group, sums in groups.items():
         if group:
-            added(found.setdefault(group[place], {}), sums.figures)
-    return dict(found)
-
-
-def _by_engine(groups: Mapping[Group, GroupSums], names: Sequence[str]) -> dict[tuple[str, str], Figures]:
-    tenant, journal = names.index(TENANT), names.index(JOURNAL)
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    for group, sums in groups.items():
-        if group:
-            added(found.setdefault((group[tenant], group[journal]), {}), sums.figures)
+            added(found.setdefault(key(group), {}), sums.figures)
     return dict(found)
