@@ -1245,7 +1245,7 @@ EmittedEvent = (
 #
 # Engines emit all pool calls of a step as one :class:`~kvledger.audit.events.PoolCalls`, and
 # ``ledger/blocks/pool.py`` splits it into these events, which the ledger of blocks posts. Journals of
-# schema 1 hold them as they are, so tags and fields stay. Never emit an event of this file.
+# schema 1 hold them as they are, so tags and fields stay. Never emit one of these events.
 
 
 class BlocksAllocated(Event, frozen=True, array_like=True, tag=26):

@@ -28,7 +28,7 @@ from .cache_misses import Group, several_groups_of
 # --- What the requests of one engine did with the blocks of its prefix cache, in order.
 #
 # A :class:`BlockTrace` names content by hash id and no block of the recorded pool, so ``whatif.py``
-# can replay it on a pool of another size. It is made of *changes*, which ``trace_reader.py`` reads from a
+# can replay it on a pool of another size. It is made of *changes*, which :class:`TraceReader` reads from a
 # journal of level ``blocks``. Changes are kept as rows of ``block_operations`` and lives as rows of
 # ``admissions``: so a trace is the same from a journal and from kept rows.
 #

@@ -412,7 +412,7 @@ FIGURES: tuple[ExportedFigure, ...] = (
 
 # --- The tables of docs/reconciliation.md: which counters are compared, and what each figure means.
 #
-# `make docs` replaces the page from the heading "What is compared" on. ``figures.py`` has the rows.
+# `make docs` replaces the page from the heading "What is compared" on. Its rows are those above.
 
 HEADING = "## What is compared\n"
 """The first heading of what is written here."""

@@ -402,7 +402,7 @@ class Losses(msgspec.Struct, array_like=True, eq=False):
 # A life of a request, and its tokens in flight.
 #
 # Both are mutable, for the ledger's hot loop alone; what leaves the ledger is frozen.
-# The account that holds the lives is in ``account.py``, and the posting functions write them.
+# An account holds its lives, and the posting functions write them.
 
 
 Made: TypeAlias = tuple[int, int, int]

@@ -227,11 +227,9 @@ def _format(path: Path, text: bytes) -> Format:
     raise LedgerError(f"{path} is no request trace: {READ} are read.")
 
 
-# --- Block traces of files: of journals of level ``blocks``, and of request traces of others.
-
 # --- block traces --------------------------------------------------------------------------------------
 #
-# Block traces of files: of journals of level ``blocks``, and of request traces (:mod:`.request_traces`).
+# Block traces of files: of journals of level ``blocks``, and of request traces of others.
 #
 # A request trace says nothing of the time that a request runs, so each request is released before the next
 # one is admitted.

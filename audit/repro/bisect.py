@@ -89,7 +89,7 @@ def run_file(
     limit: float = workers.LIMIT_SECONDS,
     importable: Sequence[str | Path] = (),
 ) -> Run:
-    """Run the file once, workers. ``importable``: as :func:`workers.run` has it."""
+    """Run the file once, confined. ``importable``: as :func:`workers.run` has it."""
     ended = workers.run([*environment.command, str(file.resolve())], limit, importable)
     if ended.code is None:
         return Run(environment.release, "error", f"it did not end within {limit:.0f} s", limit)

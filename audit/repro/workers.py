@@ -198,8 +198,7 @@ def _result(future: Future[Answer], deadline: float) -> Answer:
 # --- Runs a generated file: without network, in a folder of its own, with bounded memory and time.
 #
 # Such a file holds text of a journal as constants only (``exporters/repro/pytest_file.py`` sees to that).
-# What is here holds even if that law were broken. It hides no files: the file runs as
-# the user.
+# What is here holds even if that law were broken. It hides no files: the file runs as the user.
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 

@@ -424,9 +424,9 @@ def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 # --- How vLLM releases differ while their scheduler runs, and what some releases can't do.
 #
-# How their objects are built is in `kvledger.audit.traffic.engine_setup`. Releases from 0.17 on are told
-# apart by a method, a parameter or a field that they have, never by their number. A test scenario names the
-# `CAPABILITIES` that it requires; it is left out, with the reason, where the installed vLLM lacks one.
+# How their objects are built is above. Releases from 0.17 on are told apart by a method, a parameter or a
+# field that they have, never by their number. A test scenario names the `CAPABILITIES` that it requires; it
+# is left out, with the reason, where the installed vLLM lacks one.
 
 
 def _class(path: str) -> Any:

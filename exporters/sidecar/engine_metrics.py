@@ -244,7 +244,7 @@ def _began_at_zero(engine_audit: FollowedAudit, audits: Sequence[FollowedAudit])
 # Compares an engine's own counters with the ledger, and splits every difference by cause.
 #
 # Here: the ledger's figures at one moment, their short history, and the comparison with a scrape. Scraping
-# itself is in ``engine_metrics.py``. Times are Unix seconds of this process's clock.
+# itself is above. Times are Unix seconds of this process's clock.
 #
 # Traffic never stops, so no two figures are of one instant. An engine's counter lags behind its scheduler by
 # the delay of its front end; the ledger lags by the delay of the journal. A counter is therefore compared

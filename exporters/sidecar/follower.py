@@ -310,7 +310,7 @@ class EndedEngines:
 #
 # One journal that is being followed: its audit, its reader, and its part of a checkpoint.
 #
-# Which journals there are, and what happens when one fails, is in ``follower.py``.
+# Which journals there are, and what happens when one fails, is said by :class:`Follower`.
 
 
 OnBatch = Callable[["FollowedJournal", Batch, list[Violation]], None]

@@ -157,7 +157,7 @@ class Client(loop.Plan):
         self._retractions: dict[str, list[tape.Fact]] = {}
         """The last retraction of each request that is not in the queue again."""
         self._launched: deque[tuple[list[tape.Fact], list[Any], dict[str, list[int]]]] = deque()
-        """Steps that the model has not run: place, requests, and slots of those that are admitted."""
+        """Steps before their forward pass: the facts of each, its requests, the slots of admitted ones."""
         self._loaded: set[int] = set()
         """Slots that were loaded from the host, and no admission has used."""
         self._turn: str | None = None

@@ -31,7 +31,7 @@ from ..observer import CENSUS_STEPS, Observer
 
 # --- One v0 sequence under observation, and what kvledger reads from a v0 scheduler without changing it.
 #
-# Private names of vLLM 0.9.1 and 0.9.2 stand here and in ``observer``, nowhere else.
+# Private names of vLLM 0.9.1 and 0.9.2 stand in this file, and nowhere else.
 
 
 class ObservedSequence:
