@@ -683,11 +683,11 @@ def faults(
     the releases installed here, or of all if there is none. As csv: one line per fault.
     """
     from .audit.entry.doctor import installed
+    from .audit.release_semantics import Product
     from .exporters.reports import faults as report
 
-    given = vllm, lmcache, sglang
-    known = report.faults(*given, {} if any(given) else installed())
-    return report.answer(known)
+    asked: dict[Product, str] = {"vllm": vllm, "lmcache": lmcache, "sglang": sglang}
+    return report.answer(report.faults(asked, {} if any(asked.values()) else installed()))
 
 
 # --- write files ----------------------------------------------------------------------------------------

@@ -276,6 +276,7 @@ def _reader_gone() -> int:
 def print_error(error: Exception) -> int:
     """Print one sentence on standard error and return the exit code."""
     from .audit.errors import LedgerError, missing
+    from .audit.release_semantics import CONTRACTS
     from .audit.text import printable
 
     usage = getattr(error, "format_message", None)  # click's errors, whichever click typer uses
@@ -298,8 +299,9 @@ def print_error(error: Exception) -> int:
         sentence = f"kvledger itself failed ({type(error).__name__}: {error}); --debug shows where"
         code = OWN_BUG
     sentence = printable(" ".join(sentence.split()))
+    names = (each.name for each in CONTRACTS.values())
     if not any(
-        word and sentence.startswith(word) for word in ("vLLM", *sys.argv[1:])
+        word and sentence.startswith(word) for word in (*names, *sys.argv[1:])
     ):  # a path keeps its case
         sentence = sentence[:1].upper() + sentence[1:]
     print(sentence if sentence.endswith((".", "?", "!")) else f"{sentence}.", file=sys.stderr)

@@ -313,6 +313,43 @@ OUTPUTS = Relation(("ended_output_tokens",), ("output_tokens",))
 """The outputs of ended requests are among all outputs."""
 
 
+class ServerMetrics(NamedTuple):
+    """What a server of a product says of itself over HTTP, and by which names; "": it does not say it."""
+
+    prefix: str
+    """What the names of its metrics begin with."""
+    counters: Mapping[tuple[str, str], str]
+    """The figure of each counter (name, ``source``)."""
+    summed: Mapping[str, str]
+    """The figure of each counter that is summed over all its labels."""
+    rank: str
+    """The label that has the engine's index."""
+    looked_up: str
+    """The figure of the tokens that were looked up in the prefix cache."""
+    hits: str
+    """The figure of those that hit."""
+    at_end: bool = False
+    """Whether a request is counted when it ends. The ledger counts earlier, and is not compared then."""
+    zero: tuple[str, ...] = ()
+    """Figures whose counters are absent until they count something."""
+    capacity: str = ""
+    """The gauge of the tokens that the cache has room for."""
+    info: str = ""
+    """The path that answers with the release and the settings."""
+    cache: str = ""
+    """The metric whose labels are the cache's configuration."""
+    adapters: str = ""
+    """The metric whose labels say how many LoRA adapters there can be."""
+    drafts: str = ""
+    """A counter that is there only with speculative decoding."""
+    lengths: str = ""
+    """The histogram of prompt lengths."""
+    created: str = ""
+    """A sample that differs from server to server."""
+    key: str = ""
+    """The environment variable with the key for requests of a probe; "": a probe can't be sent."""
+
+
 class Contract(NamedTuple):
     """What is particular to a product."""
 
@@ -320,6 +357,8 @@ class Contract(NamedTuple):
     examined: tuple[str, ...] = ()
     """The releases whose scheduler was driven, oldest first: those of the matrix, and earlier ones that are
     no longer observed."""
+    observed: str = ""
+    """The releases that can be observed, in words."""
     meanings: tuple[Meaning, ...] = ()
     posts: bool = False
     """Whether post-releases are releases of their own; those of vLLM's builds have the same scheduler."""
@@ -331,7 +370,63 @@ class Contract(NamedTuple):
     """What must hold between the counters of a server."""
     of_sources: tuple[Relation, ...] = ()
     """What must hold too where the prompt figures by source sum to the prompt."""
+    server: ServerMetrics | None = None
+    """What its servers say of themselves."""
 
+
+VLLM_SERVER = ServerMetrics(
+    "vllm:",
+    {
+        ("vllm:prompt_tokens_total", ""): "prompt_tokens",
+        ("vllm:prompt_tokens_by_source_total", "local_cache_hit"): "local_tokens",
+        ("vllm:prompt_tokens_by_source_total", "external_kv_transfer"): "external_tokens",
+        ("vllm:prompt_tokens_by_source_total", "local_compute"): "computed_tokens",
+        ("vllm:prompt_tokens_cached_total", ""): "cached_tokens",
+        ("vllm:prefix_cache_queries_total", ""): "local_queried_tokens",
+        ("vllm:prefix_cache_hits_total", ""): "local_hit_tokens",
+        ("vllm:external_prefix_cache_queries_total", ""): "external_queried_tokens",
+        ("vllm:external_prefix_cache_hits_total", ""): "external_hit_tokens",
+        ("vllm:prompt_tokens_cached_by_source_total", "device"): "device_hit_tokens",
+        ("vllm:prompt_tokens_cached_by_source_total", "host"): "host_hit_tokens",
+        ("vllm:prompt_tokens_cached_by_source_total", "p2p"): "p2p_hit_tokens",
+        ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_hit_tokens",
+        ("vllm:prompt_tokens_cached_by_source_total", "external_unspecified"): "unspecified_hit_tokens",
+        ("vllm:num_preemptions_total", ""): "preemptions",
+        ("vllm:generation_tokens_total", ""): "output_tokens",
+    },
+    {
+        "vllm:request_success_total": "requests",
+        "vllm:request_generation_tokens_sum": "ended_output_tokens",
+    },
+    rank="engine",
+    looked_up="local_queried_tokens",
+    hits="local_hit_tokens",
+    cache="vllm:cache_config_info",
+    adapters="vllm:lora_requests_info",
+    drafts="vllm:spec_decode_num_accepted_tokens_per_pos",
+    lengths="vllm:request_prompt_tokens",
+    created="vllm:prompt_tokens_created",
+    key="VLLM_API_KEY",
+)
+
+SGLANG_SERVER = ServerMetrics(
+    "sglang:",
+    {},
+    {
+        "sglang:prompt_tokens_total": "prompt_tokens",
+        "sglang:cached_tokens_total": "cached_tokens",
+        "sglang:uncached_prompt_tokens_histogram_sum": "computed_tokens",
+        "sglang:generation_tokens_total": "output_tokens",
+        "sglang:num_requests_total": "requests",
+    },
+    rank="dp_rank",
+    looked_up="prompt_tokens",
+    hits="cached_tokens",
+    at_end=True,
+    zero=("cached_tokens",),
+    capacity="sglang:max_total_num_tokens",
+    info="/server_info",
+)
 
 CONTRACTS: dict[Product, Contract] = {
     "vllm": Contract(
@@ -341,6 +436,7 @@ CONTRACTS: dict[Product, Contract] = {
             *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0"),
             *("0.31.0", "0.32.0", "0.33.0"),
         ),
+        "vLLM 0.17 to 0.33, and the v0 scheduler of 0.9",
         MEANINGS,
         suffixed_since=(0, 14),
         relations=(
@@ -351,6 +447,7 @@ CONTRACTS: dict[Product, Contract] = {
             Relation(("local_tokens", "external_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
             Relation(("local_tokens", "external_tokens"), ("cached_tokens",), equal=True),
         ),
+        server=VLLM_SERVER,
     ),
     "lmcache": Contract("LMCache", ("0.3.9", "0.3.11", "0.4.2", "0.4.3", "0.5.4", "0.5.6", "0.5.7rc2")),
     "sglang": Contract(
@@ -359,6 +456,7 @@ CONTRACTS: dict[Product, Contract] = {
             *("0.5.3", "0.5.3.post3", "0.5.5.post3", "0.5.6", "0.5.7", "0.5.10", "0.5.12.post1", "0.5.13"),
             *("0.5.20", "0.5.23"),
         ),
+        "SGLang 0.5.3 to 0.5.23",
         SGLANG,
         posts=True,
         level="tokens",
@@ -366,6 +464,7 @@ CONTRACTS: dict[Product, Contract] = {
             Relation(("cached_tokens",), ("prompt_tokens",)),
             Relation(("cached_tokens", "computed_tokens"), ("prompt_tokens",), equal=True),
         ),
+        server=SGLANG_SERVER,
     ),
 }
 
@@ -373,6 +472,11 @@ CONTRACTS: dict[Product, Contract] = {
 def contract(engine: str) -> Contract:
     """The contract of an engine; of one that is not known, an empty one."""
     return next((each for name, each in CONTRACTS.items() if name == engine), Contract(engine))
+
+
+def servers() -> dict[Product, ServerMetrics]:
+    """The products whose servers say something of themselves."""
+    return {product: each.server for product, each in CONTRACTS.items() if each.server is not None}
 
 
 def release(version: str) -> Release:

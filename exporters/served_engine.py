@@ -1,4 +1,4 @@
-"""What a running server of vLLM or SGLang says of itself over HTTP: release, models, configuration, counters.
+"""What a running server of an engine says of itself over HTTP: release, models, configuration, counters.
 
 Nothing of kvledger is installed there. A server that is slow, endless or none is refused in bounded time;
 what it does not say is not known.
@@ -12,18 +12,19 @@ import re
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..audit.analysis.hit_reasons import Outside, Probe
 from ..audit.errors import LedgerError
-from ..audit.foreign import MOST_COUNT, Sample, Unreadable, families, number, parsed, whole_number
-from ..audit.release_semantics import Product, release
+from ..audit.foreign import Sample, Unreadable, families, number, parsed, whole_number
+from ..audit.release_semantics import CONTRACTS, Product, ServerMetrics, release, servers
 from ..audit.text import printable
+from .answer import listed
 from .http_client import check_url, fetch, shown
-from .sidecar.engine_metrics import COUNTER_NAMES, ScrapedEngine, counters
+from .sidecar.engine_metrics import ScrapedEngine, counter_names, counters
 
 PAUSE_SECONDS = 1.0
 """Between the two scrapes."""
@@ -38,40 +39,15 @@ LARGEST_ANSWER = 1 << 20
 """Bytes of an answer to a request of ours."""
 
 PATHS = ("/metrics", "/version", "/v1/models")
-PREFIXES: dict[str, Product] = {"vllm:": "vllm", "sglang:": "sglang"}
-"""What the names of an engine's metrics begin with, and its product."""
-
-SGLANG = {
-    "sglang:prompt_tokens_total": "prompt_tokens",
-    "sglang:cached_tokens_total": "cached_tokens",
-    "sglang:uncached_prompt_tokens_histogram_sum": "computed_tokens",
-    "sglang:generation_tokens_total": "output_tokens",
-    "sglang:num_requests_total": "requests",
-}
-"""The figure of each SGLang counter, summed over its labels. All count a request when it ends."""
-
-SGLANG_CAPACITY = "sglang:max_total_num_tokens"
-SERVER_INFO = "/server_info"
-CACHE = "vllm:cache_config_info"
-ADAPTERS = "vllm:lora_requests_info"
-DRAFTS = "vllm:spec_decode_num_accepted_tokens_per_pos"
-LENGTHS = {part: f"vllm:request_prompt_tokens_{part}" for part in ("bucket", "count")}
 EXTERNAL = "external_queried_tokens"
 HITS = ("local_hit_tokens", "external_hit_tokens")
 UNITS = ("cache_hit_alignment_tokens", "hash_block_size", "prefix_match_unit", "block_size")
 """Labels of the cache's configuration: the first that has a number is the unit of hits, in tokens."""
-IDENTITIES = ("process_start_time_seconds", "vllm:prompt_tokens_created")
-"""Samples that stay the same while a server lives, and differ from server to server."""
+STARTED = "process_start_time_seconds"
+"""This stays the same while a server lives, and differs from server to server."""
 
-_DRAFTS = frozenset({DRAFTS, f"{DRAFTS}_total"})
-_WANTED = (
-    _DRAFTS
-    | COUNTER_NAMES
-    | SGLANG.keys()
-    | {SGLANG_CAPACITY}
-    | {CACHE, ADAPTERS, *LENGTHS.values(), *IDENTITIES}
-)
-"""The lines that are parsed; the histograms of many engines take seconds."""
+NAMES = " or ".join(CONTRACTS[product].name for product in servers())
+"""The products of which servers are known."""
 
 Get = Callable[[str], str]
 
@@ -81,14 +57,19 @@ class Scraped(NamedTuple):
 
     families: dict[str, list[Sample]]
     engines: dict[ScrapedEngine, dict[str, float]]
-    product: Product = "vllm"
+    product: Product
+
+    @property
+    def server(self) -> ServerMetrics:
+        """What servers of the product say."""
+        return servers()[self.product]
 
     @property
     def identity(self) -> list[tuple[str, tuple[tuple[str, str], ...], float]]:
         """What tells this server from others; empty if nothing does."""
         return sorted(
             (each.name, tuple(sorted(each.labels.items())), each.value)
-            for name in IDENTITIES
+            for name in (STARTED, self.server.created)
             for each in self.families.get(name, ())
         )
 
@@ -115,7 +96,7 @@ class _Version(msgspec.Struct):
 
 
 class _ServerInfo(msgspec.Struct):
-    """What SGLang says of its configuration."""
+    """What a server with a path for it says of its configuration."""
 
     version: str = ""
     page_size: int | None = None
@@ -149,20 +130,22 @@ def ask(
     first = _scraped(base, metrics)
     named, adapters, longest = _models(models)
     pause(PAUSE_SECONDS)
-    more = [base + SERVER_INFO] if first.product == "sglang" else []
+    more = [base + first.server.info] if first.server.info else []
     again, *info = _all_of([base + PATHS[0], *more], get, ends)
     second = _scraped(base, again)
     if info:
-        number, settings = _of_sglang(*info)
-        unprobed = "Only a server of vLLM can be probed." if probe else ""
-        return Server(base, number, named, settings, first, second, longest, unprobed=unprobed)
-    number = _version(version)
-    settings = _settings(second, number)
-    if adapters:
-        settings["loras"] = settings.get("loras") or adapters
+        number, settings = _told(*info)
+    else:
+        number = _version(version)
+        settings = _settings(second, number)
+        if adapters:
+            settings["loras"] = settings.get("loras") or adapters
     server = Server(base, number, named, settings, first, second, longest)
     if not probe:
         return server
+    if not second.server.key:
+        probed = listed([CONTRACTS[product].name for product, each in servers().items() if each.key])
+        return server._replace(unprobed=f"Only a server of {probed} can be probed.")
     try:
         return server._replace(probe=_probed(server, get, ends + PROBE_SECONDS - limit))
     except LedgerError as error:
@@ -174,48 +157,50 @@ def ask(
 
 def outside(server: Server, engine: ScrapedEngine) -> Outside:
     """What one engine of the server tells of itself."""
-    families, figures = server.second.families, server.second.engines[engine]
-    if server.first.product == "sglang":
-        return _outside_of_sglang(server, figures)
-    labels = _cache(server.second, engine.number)
+    scraped, figures, metrics = server.second, server.second.engines[engine], server.second.server
+    labels = _cache(scraped, engine.number)
+    caching, block_size = server.settings.get("prefix_caching"), server.settings.get("block_size")
 
     def samples(name: str) -> list[tuple[dict[str, str], float]]:
         return [
             (each.labels, each.value)
-            for each in families.get(name, ())
-            if each.labels.get("engine", "0") == engine.number
+            for each in scraped.families.get(name, ())
+            if each.labels.get(metrics.rank, "0") == engine.number
         ]
 
     unit, capacity = unit_of(labels), whole_number(labels.get("kv_cache_size_tokens", ""))
-    blocks, block_size = (
-        whole_number(labels.get("num_gpu_blocks", "")),
-        whole_number(labels.get("block_size", "")),
-    )
-    if capacity is None and blocks and block_size:
-        capacity = blocks * block_size
+    blocks, size = whole_number(labels.get("num_gpu_blocks", "")), whole_number(labels.get("block_size", ""))
+    if capacity is None and blocks and size:
+        capacity = blocks * size
+    if capacity is None:
+        capacity = next((round(value) for _, value in samples(metrics.capacity)), None)
+    if unit is None and isinstance(block_size, int):
+        unit = block_size
     lengths = [
         (most, n)
-        for each, n in samples(LENGTHS["bucket"])
+        for each, n in samples(f"{metrics.lengths}_bucket")
         if (most := number(each.get("le", ""))) is not None
     ]
     prompt, cached = figures.get("prompt_tokens", 0.0), figures.get("cached_tokens")
     if cached is None:
-        cached = figures.get("local_hit_tokens")
+        cached = figures.get(metrics.hits)
     return Outside(
-        prefix_caching={"True": True, "False": False}.get(labels.get("enable_prefix_caching", "")),
+        prefix_caching={"True": True, "False": False}.get(
+            labels.get("enable_prefix_caching", ""), caching if isinstance(caching, bool) else None
+        ),
         unit=unit,
         longest=server.longest,
         capacity=capacity,
-        queried=figures.get("local_queried_tokens"),
-        hits=figures.get("local_hit_tokens"),
+        queried=figures.get(metrics.looked_up),
+        hits=figures.get(metrics.hits),
         computed=None if cached is None else prompt - cached + figures.get("output_tokens", 0.0),
-        prompts=sum(n for _, n in samples(LENGTHS["count"])),
+        prompts=sum(n for _, n in samples(f"{metrics.lengths}_count")) or figures.get("requests", 0.0),
         prompt_tokens=prompt,
         short_prompts=max((n for most, n in lengths if unit is not None and most <= unit), default=0.0),
         adapters=bool(server.settings.get("loras")),
         drafts=bool(server.settings.get("drafts")),
         align=labels.get("mamba_cache_mode") == "align",
-        engines=len(server.second.engines),
+        engines=len(scraped.engines),
     )
 
 
@@ -225,7 +210,7 @@ def unit_of(labels: Mapping[str, str]) -> int | None:
 
 
 def _cache(scraped: Scraped, engine: str) -> dict[str, str]:
-    found = [sample.labels for sample in scraped.families.get(CACHE, ())]
+    found = [sample.labels for sample in scraped.families.get(scraped.server.cache, ())]
     return next((each for each in found if each.get("engine", "0") == engine), found[0] if found else {})
 
 
@@ -304,14 +289,15 @@ def _complete(server: Server, prompt: list[int], ends: float) -> int | None:
         "detokenize": False,
     }
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("VLLM_API_KEY"):
+    variable = server.second.server.key
+    if key := os.environ.get(variable):
         headers["Authorization"] = f"Bearer {key}"
     address, seconds = f"{server.url}/v1/completions", max(0.1, ends - time.monotonic())
     try:
         text = fetch(address, seconds, data=msgspec.json.encode(body), headers=headers, most=LARGEST_ANSWER)
         answer = parsed(text, dict[str, Any])
     except urllib.error.HTTPError as error:
-        key = "; VLLM_API_KEY holds the key" if error.code in (401, 403) else ""
+        key = f"; {variable} holds the key" if error.code in (401, 403) else ""
         raise LedgerError(f"{shown(address)} answers with status {error.code}{key}.") from None
     except (OSError, ValueError, Unreadable) as error:
         raise LedgerError(f"{shown(address)} gave no answer ({type(error).__name__}).") from None
@@ -356,45 +342,33 @@ def _scraped(base: str, text: str | Exception) -> Scraped:
     if isinstance(text, TimeoutError) or "timed out" in str(text):
         raise LedgerError(f"{url} does not answer in {LIMIT_SECONDS:g} seconds.")
     if isinstance(text, urllib.error.HTTPError):
-        raise LedgerError(
-            f"{url}/metrics answers with status {text.code}: this is no server of vLLM or SGLang."
-        )
+        raise LedgerError(f"{url}/metrics answers with status {text.code}: this is no server of {NAMES}.")
     if isinstance(text, Exception):
         reason = getattr(text, "reason", None) or text
         raise LedgerError(
             f"{url} can't be read: {printable(getattr(reason, 'strerror', None) or str(reason))}."
         )
-    product = next((PREFIXES[prefix] for prefix in PREFIXES if prefix in text), None)
+    product = next((product for product, server in servers().items() if server.prefix in text), None)
     if product is None:
         raise LedgerError(
-            f"{url}/metrics has no metric of vLLM or SGLang: no server of them, or its metrics are off."
+            f"{url}/metrics has no metric of {NAMES}: no server of them, or its metrics are off."
         )
+    server = servers()[product]
     try:
-        found = families(text, _WANTED)
-        engines = counters(text, base) if product == "vllm" else _sglang_counters(found, base)
-        return Scraped(found, engines, product)
+        return Scraped(families(text, _wanted(server)), counters(text, base, server), product)
     except Unreadable as error:
         raise LedgerError(f"{url}/metrics is no text of metrics: it {error}.") from None
 
 
-def _sglang_counters(found: Mapping[str, list[Sample]], base: str) -> dict[ScrapedEngine, dict[str, float]]:
-    engines: dict[ScrapedEngine, dict[str, float]] = {}
-    for samples in found.values():
-        for name, labels, value in samples:
-            if name not in SGLANG:
-                continue
-            if not abs(value) < MOST_COUNT:
-                raise Unreadable(f"has a counter {name} that is no count")
-            engine = ScrapedEngine(base, labels.get("dp_rank", "0"), labels.get("model_name", ""))
-            figures = engines.setdefault(engine, {})
-            figures[SGLANG[name]] = figures.get(SGLANG[name], 0.0) + value
-    for figures in engines.values():  # a counter with labels is not there before its first sample
-        figures.setdefault("cached_tokens", 0.0)
-    return engines
+def _wanted(server: ServerMetrics) -> frozenset[str]:
+    """The lines that are parsed; the histograms of many engines take seconds."""
+    lengths = {f"{server.lengths}_{part}" for part in ("bucket", "count")}
+    names = {server.capacity, server.cache, server.adapters, server.drafts, f"{server.drafts}_total"}
+    return counter_names(server) | names | lengths | {STARTED, server.created}
 
 
-def _of_sglang(text: str | Exception = "") -> tuple[str, dict[str, object]]:
-    """The release and the settings that SGLang tells."""
+def _told(text: str | Exception = "") -> tuple[str, dict[str, object]]:
+    """The release and the settings that the path for them answers with."""
     try:
         info = parsed(text, _ServerInfo) if isinstance(text, str) else _ServerInfo()
     except Unreadable:
@@ -403,24 +377,6 @@ def _of_sglang(text: str | Exception = "") -> tuple[str, dict[str, object]]:
     if info.disable_radix_cache is not None:
         settings["prefix_caching"] = not info.disable_radix_cache
     return (printable(info.version) if release(info.version) else ""), settings
-
-
-def _outside_of_sglang(server: Server, figures: Mapping[str, float]) -> Outside:
-    prompt, cached = figures.get("prompt_tokens", 0.0), figures.get("cached_tokens")
-    capacity = [each.value for each in server.second.families.get(SGLANG_CAPACITY, ())]
-    unit, caching = server.settings.get("block_size"), server.settings.get("prefix_caching")
-    return Outside(
-        prefix_caching=caching if isinstance(caching, bool) else None,
-        unit=unit if isinstance(unit, int) else None,
-        longest=server.longest,
-        capacity=round(capacity[0]) if capacity else None,
-        queried=prompt,
-        hits=cached,
-        computed=None if cached is None else prompt - cached + figures.get("output_tokens", 0.0),
-        prompts=figures.get("requests", 0.0),
-        prompt_tokens=prompt,
-        engines=len(server.second.engines),
-    )
 
 
 def _version(text: str | Exception) -> str:
@@ -444,17 +400,17 @@ def _models(text: str | Exception) -> tuple[tuple[str, ...], int, int | None]:
 
 def _settings(scraped: Scraped, number: str) -> dict[str, object]:
     """What the metrics say of the configuration. Families that only a feature has show it."""
-    families = scraped.families
+    families, server = scraped.families, scraped.server
     settings: dict[str, object] = {}
-    cache = next((sample.labels for sample in families.get(CACHE, ())), {})
+    cache = next((sample.labels for sample in families.get(server.cache, ())), {})
     for name, label in (("block_size", "block_size"), ("blocks", "num_gpu_blocks")):
         if (value := whole_number(cache.get(label, ""))) is not None:
             settings[name] = value
     if cache.get("enable_prefix_caching") in ("True", "False"):
         settings["prefix_caching"] = cache["enable_prefix_caching"] == "True"
     if any(figures.get("prompt_tokens") for figures in scraped.engines.values()):  # else they may still come
-        settings["drafts"] = int(not _DRAFTS.isdisjoint(families))
-        settings["loras"] = _adapters(families)
+        settings["drafts"] = int(not {server.drafts, f"{server.drafts}_total"}.isdisjoint(families))
+        settings["loras"] = _adapters(families.get(server.adapters))
     if any(figures.get(EXTERNAL) for figures in scraped.engines.values()):
         settings["connector"] = ""
     if number and release(number) >= (0, 10):
@@ -462,9 +418,9 @@ def _settings(scraped: Scraped, number: str) -> dict[str, object]:
     return settings
 
 
-def _adapters(families: Mapping[str, list[Sample]]) -> int:
+def _adapters(samples: Sequence[Sample] | None) -> int:
     """The most LoRA adapters at a time; 1, if it is not said yet; 0 without."""
-    if ADAPTERS not in families:
+    if samples is None:
         return 0
-    said = (whole_number(sample.labels.get("max_lora", "")) for sample in families[ADAPTERS])
+    said = (whole_number(sample.labels.get("max_lora", "")) for sample in samples)
     return next((each for each in said if each is not None), 1)

@@ -330,14 +330,14 @@ class Contradiction(NamedTuple):
     limit: float
 
 
-def relations(words: Mapping[str, str], product: Product = "vllm") -> tuple[Relation, ...]:
+def relations(words: Mapping[str, str], product: Product) -> tuple[Relation, ...]:
     """What must hold in a release of an engine: ``words`` say what its figures mean."""
     contract = CONTRACTS[product]
     return (*contract.relations, *(contract.of_sources if sources_add_up(words) else ()))
 
 
 def contradictions(
-    first: Figures, second: Figures, words: Mapping[str, str], product: Product = "vllm"
+    first: Figures, second: Figures, words: Mapping[str, str], product: Product
 ) -> Iterator[Contradiction]:
     """What can't be true of one engine that answered ``first`` and then ``second``."""
     for figure, before in first.items():

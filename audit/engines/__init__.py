@@ -6,12 +6,12 @@ and by the signatures that it has, not by its version. Creating an observer wrap
 
 from __future__ import annotations
 
-import sys
+import importlib
 from operator import attrgetter
 from typing import Any
 
 from ..hooks import EngineMismatch, check
-from ..release_semantics import CONTRACTS
+from ..release_semantics import CONTRACTS, Product
 from .connector_metadata import metadata_readers
 from .pool.requirements import differences as pool_differences
 from .sglang.observer import NO_OWNERS, SGLangObserver
@@ -23,7 +23,6 @@ from .v1_until_0_26 import V1Observer017, V1Observer018, V1Observer020, V1Observ
 __all__ = [
     "ADAPTERS",
     "LEVELS",
-    "OBSERVED",
     "Adapter",
     "HostSource",
     "bare_scheduler",
@@ -35,6 +34,7 @@ __all__ = [
     "has_scheduler_seam",
     "host_source",
     "host_version",
+    "is_scheduler",
     "out_of_reach",
     "read_connectors",
     "scheduler_config",
@@ -55,8 +55,11 @@ ADAPTERS: tuple[Adapter, ...] = (
 )
 """Newest first, since a newer release often still has everything that an older adapter needs."""
 
-OBSERVED = "vLLM 0.17 to 0.33, and the v0 scheduler of 0.9"
-"""The releases of vLLM for which there is an adapter."""
+BY_PRODUCT: dict[Product, tuple[Adapter, ...]] = {"vllm": ADAPTERS, "sglang": (SGLangObserver,)}
+"""The adapters of each product; the first one is of a scheduler whose class is of no product's package."""
+
+TAKES_OUTPUT = ("update_from_output", "process_batch_result")
+"""The method of each product's scheduler that takes the outputs of a step."""
 
 
 def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
@@ -65,8 +68,8 @@ def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
     ``fields`` are those of ``EngineCoreOutput``; by default vLLM is asked for them. Raises
     :class:`EngineMismatch`, which names the observed releases and the differences from the nearest adapter.
     """
-    of_sglang = is_sglang(scheduler)
-    adapters: tuple[Adapter, ...] = (SGLangObserver,) if of_sglang else ADAPTERS
+    product = product_of(scheduler)
+    adapters = BY_PRODUCT[product]
     nearest, least = adapters[0], None
     for adapter in adapters:
         differing = differences(adapter, scheduler, fields)
@@ -74,11 +77,9 @@ def choose(scheduler: Any, fields: tuple[str, ...] | None = None) -> Adapter:
             return adapter
         if least is None or len(differing) < len(least):
             nearest, least = adapter, differing
-    examined = CONTRACTS["sglang"].examined
-    observed = f"SGLang {examined[0]} to {examined[-1]}" if of_sglang else OBSERVED
     raise EngineMismatch(
-        f"kvledger observes {observed}; {type(scheduler).__name__} is not as {nearest.NAME}, the nearest "
-        "adapter, expects: " + "; ".join(least or ())
+        f"kvledger observes {CONTRACTS[product].observed}; {type(scheduler).__name__} is not as "
+        f"{nearest.NAME}, the nearest adapter, expects: " + "; ".join(least or ())
     )
 
 
@@ -99,15 +100,21 @@ def differences(adapter: Adapter, scheduler: Any, fields: tuple[str, ...] | None
     return phrases
 
 
-def is_sglang(scheduler: Any) -> bool:
-    """Whether a scheduler is SGLang's, or of a class derived from it."""
-    return any(base.__module__.startswith("sglang.") for base in type(scheduler).__mro__)
+def product_of(scheduler: Any) -> Product:
+    """The product whose package has the class of a scheduler, or one that it is derived from."""
+    packages = {base.__module__.partition(".")[0] for base in type(scheduler).__mro__}
+    return next((each for each in BY_PRODUCT if each in packages), next(iter(BY_PRODUCT)))
+
+
+def is_scheduler(target: Any) -> bool:
+    """Whether an object takes the outputs of steps, as schedulers do."""
+    return any(hasattr(target, name) for name in TAKES_OUTPUT)
 
 
 def blocks_out_of_reach(scheduler: Any) -> str:
     """Why kvledger can't observe this scheduler at level ``blocks``, in a phrase; "" if it can."""
-    if is_sglang(scheduler):
-        return f"SGLang's {NO_OWNERS}"
+    if CONTRACTS[product_of(scheduler)].level == "tokens":
+        return f"its {NO_OWNERS}"
     return "; ".join(pool_differences(scheduler))
 
 
@@ -138,11 +145,7 @@ def host_source() -> HostSource | None:
 
 def host_version(scheduler: Any = None) -> str:
     """The version of the engine of ``scheduler``, or vLLM's. It was imported long before this runs."""
-    if is_sglang(scheduler):
-        return str(sys.modules["sglang"].__version__)
-    import vllm
-
-    return str(vllm.__version__)
+    return str(importlib.import_module(product_of(scheduler)).__version__)
 
 
 def scheduler_config() -> Any:

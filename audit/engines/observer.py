@@ -27,9 +27,6 @@ from .pool.requirements import IsolationClasses
 from .step_log import Sink, StepLog
 from .weights_watch import WeightsWatch
 
-logger = logging.getLogger("vllm.kvledger")
-"""Below vLLM's own logger, so that operators see its lines among the engine's."""
-
 REMOVED = "kvledger observes this engine no longer: its hook on %s kept failing, at last with %s"
 
 CENSUS_STEPS = 512
@@ -50,6 +47,8 @@ class Observer:
     """The adapter, as the journal and the doctor name it."""
     ENGINE: ClassVar[str] = "vllm"
     """The product, as journals name it."""
+    LOGGER: ClassVar[logging.Logger] = logging.getLogger("vllm.kvledger")
+    """Below the engine's own logger, so that operators see its lines among the engine's."""
     HOOKS: ClassVar[tuple[Hook, ...]]
     """The methods to wrap; ``before`` and ``after`` name a method of the observer or of one of its parts."""
     HAS: ClassVar[tuple[str, ...]] = ()
@@ -203,7 +202,7 @@ class Observer:
         self.resync = True
         self.log.emit(ev.HookFailed(self.log.now(), hook, failure(error), removed))
         if removed:  # without this hook every later figure would be wrong
-            logger.warning(REMOVED, hook, type(error).__name__)
+            self.LOGGER.warning(REMOVED, hook, type(error).__name__)
             self.stop(f"the observer of {hook} kept failing")
 
     def engine_raised(self, method: str, error: Exception) -> None:

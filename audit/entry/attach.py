@@ -26,7 +26,7 @@ import msgspec
 from ..checks.auditor import Auditor, Found, Listed, Verdict
 from ..checks.coverage import Coverage, count_words, ledger_coverage, verdict_words
 from ..checks.registry import Violation
-from ..engines import LEVELS, choose, host_version, is_sglang
+from ..engines import LEVELS, choose, host_version, is_scheduler
 from ..engines.content.attached import worker_of
 from ..engines.v1_since_0_27 import V1Observer
 from ..errors import LedgerError
@@ -250,7 +250,7 @@ def _scheduler_of(target: Any) -> Any:
     scheduler = target
     for name in _PATH:
         scheduler = getattr(scheduler, name, scheduler)
-    if not (hasattr(scheduler, "update_from_output") or is_sglang(scheduler)):
+    if not is_scheduler(scheduler):
         raise LedgerError(
             f"No scheduler is reachable from this {type(target).__name__} in this process; set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, or observe it through "

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvledger")
 vllm_logger = logging.getLogger("vllm.kvledger")
-"""Below vLLM's own logger, so that operators see its lines among the engine's. SGLang has a root logger."""
+"""Below vLLM's own logger, so that operators see its lines among the engine's."""
 
 _MARK = "__kvledger__"
 _has_named = False
@@ -68,11 +68,11 @@ def _name_unknown_variables() -> None:
             vllm_logger.warning("%s", sentence)
 
 
-def _log_end(reason: str) -> None:
+def _log_end(log: logging.Logger, reason: str) -> None:
     """Log once that the observation ended. A hook that kept failing has been logged already."""
     phrase = _ENDS.get(reason)
     if phrase is not None:
-        vllm_logger.info("kvledger ends its observation: %s", phrase)
+        log.info("kvledger ends its observation: %s", phrase)
 
 
 def install_in_sglang() -> None:
@@ -242,13 +242,11 @@ def observe(scheduler: Any) -> object | None:
         level = _level(scheduler)
         observer = observer_class(scheduler, recorder, version=host_version(scheduler), level=level)
         observer.instance = instance()
-        observer.on_stopped = _log_end
+        observer.on_stopped = functools.partial(_log_end, observer.LOGGER)
         observer.start()
         recorder.on_exit = functools.partial(observer.stop, "exit")
-        of_sglang = observer.ENGINE == "sglang"
-        if not of_sglang:
-            engine_end.end_before_shutdown(scheduler, observer)
-        (logger if of_sglang else vllm_logger).info(
+        engine_end.end_before_shutdown(scheduler, observer)
+        observer.LOGGER.info(
             "kvledger observes %s %s: adapter %s, level %s, journal %s",
             contract(observer.ENGINE).name,
             observer.version,

@@ -9,13 +9,12 @@ import msgspec
 
 from ...audit.analysis.hit_reasons import Probe, Reason, reasons, share
 from ...audit.analysis.usage import Contradiction, contradictions, relations
-from ...audit.checks.figures import FIGURES
 from ...audit.faults.catalogue import KnownOfRelease, of_release
-from ...audit.release_semantics import CONTRACTS, Product, meanings
+from ...audit.release_semantics import CONTRACTS, Product, meanings, servers
 from ...audit.text import printable
 from ..answer import DIM, DOUBT, Answer, Lines, Part, Table, Words, counted, listed
 from ..http_client import shown
-from ..served_engine import SGLANG, Server, outside
+from ..served_engine import Server, outside
 from .faults import fault_sentence
 
 HOOKS_TELL = (
@@ -27,13 +26,14 @@ HOOKS_TELL = (
 """What an engine's own endpoints can't say."""
 
 COUNTERS: dict[Product, dict[str, str]] = {
-    "vllm": {
-        row.figure: f'{row.counter}{{source="{row.source}"}}' if row.source else row.counter
-        for figure in FIGURES
-        for row in figure.compared
+    product: {
+        **{
+            figure: f'{name}{{source="{source}"}}' if source else name
+            for (name, source), figure in server.counters.items()
+        },
+        **{figure: name for name, figure in server.summed.items()},
     }
-    | {"ended_output_tokens": "vllm:request_generation_tokens_sum"},
-    "sglang": {figure: name for name, figure in SGLANG.items()},
+    for product, server in servers().items()
 }
 """The counter of each figure, by product."""
 
@@ -69,7 +69,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[str]
     faults: KnownOfRelease | None
     probe: Probe | None
-    product: Product = "vllm"
+    product: Product
 
 
 def checked(server: Server) -> Checked:
@@ -150,8 +150,8 @@ def _says(found: Contradiction, product: Product) -> str:
 
 def answer(result: Checked) -> Answer:
     """The verdict, contradictions, hit shares, known faults, and what only hooks can tell."""
-    if result.product == "sglang":
-        return Answer(result, list(_sentences(result)), [_of_sglang(result), *_faults(result.faults)])
+    if servers()[result.product].at_end:
+        return Answer(result, list(_sentences(result)), [_of_ended(result), *_faults(result.faults)])
     names = [
         f"{cache}_{what}" for cache in ("local", "external") for what in ("hit_tokens", "queried_tokens")
     ]
@@ -178,7 +178,7 @@ def answer(result: Checked) -> Answer:
     )
 
 
-def _of_sglang(result: Checked) -> Table:
+def _of_ended(result: Checked) -> Table:
     rows = [
         (
             f"{engine.engine} {engine.model}".strip(),

@@ -27,21 +27,19 @@ from ...audit.faults.catalogue import (
     of_release,
     shown_by,
 )
-from ...audit.release_semantics import CONTRACTS
+from ...audit.release_semantics import CONTRACTS, Product
 from ..answer import DIM, DOUBT, Answer, Lines, Records, Table, Words, counted, listed
 
 KINDS: tuple[Kind, ...] = ("fault", "drift")
 COLUMNS = ("release", *(field.name for field in msgspec.structs.fields(KnownFault)))
 
 
-def faults(vllm: str, lmcache: str, sglang: str, installed: Mapping[str, str]) -> list[KnownOfRelease]:
+def faults(asked: Mapping[Product, str], installed: Mapping[str, str]) -> list[KnownOfRelease]:
     """What is known of these releases; of those installed if none is given, and of all if none is installed.
 
     Raises :class:`LedgerError` for a release that is none, or of which nothing is known.
     """
-    asked = zip(CONTRACTS, (vllm, lmcache, sglang), strict=True)
-    given = {product: version for product, version in asked if version}
-    if given:
+    if given := {product: version for product, version in asked.items() if version}:
         return [of_release(product, checked(product, version)) for product, version in given.items()]
     here = [of_release(product, installed[product]) for product in CONTRACTS if product in installed]
     return here or [of_all(product) for product in CONTRACTS]

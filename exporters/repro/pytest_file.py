@@ -179,7 +179,11 @@ def _lmcache(settings: dict[str, Any]) -> dict[str, Any]:
         "lmcache.save_unfull_chunk": False,
     }
     rows = [f"{_line(name)}: {_line(value)}," for name, value in options.items()]
-    return {"lmcache": True, "lmcache_options": rows, "each_compiled": _wrapped(f"for name in {_literal(COMPILED)}:")}
+    return {
+        "lmcache": True,
+        "lmcache_options": rows,
+        "each_compiled": _wrapped(f"for name in {_literal(COMPILED)}:"),
+    }
 
 
 def _needs(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ...audit.causes import TIER_DEVICE, TIER_DISK, TIER_HOST, TIER_P2P, TIER_UN
 from ...audit.foreign import MOST_COUNT, Unreadable, families
 from ...audit.ledger.account import COMPUTED, EXTERNAL, LOCAL
 from ...audit.ledger.weights import outputs_of
-from ...audit.release_semantics import sources_add_up
+from ...audit.release_semantics import ServerMetrics, servers, sources_add_up
 from ...audit.replay.followed_audit import FollowedAudit
 from ...audit.replay.observers import Reconciled
 from ...audit.text import printable
@@ -31,34 +31,6 @@ from .threads import Beat, ignore_beat
 MOST_ENGINES = 10_000
 """No server has as many; each costs memory."""
 
-COUNTERS = {
-    ("vllm:prompt_tokens_total", ""): "prompt_tokens",
-    ("vllm:prompt_tokens_by_source_total", "local_cache_hit"): "local_tokens",
-    ("vllm:prompt_tokens_by_source_total", "external_kv_transfer"): "external_tokens",
-    ("vllm:prompt_tokens_by_source_total", "local_compute"): "computed_tokens",
-    ("vllm:prompt_tokens_cached_total", ""): "cached_tokens",
-    ("vllm:prefix_cache_queries_total", ""): "local_queried_tokens",
-    ("vllm:prefix_cache_hits_total", ""): "local_hit_tokens",
-    ("vllm:external_prefix_cache_queries_total", ""): "external_queried_tokens",
-    ("vllm:external_prefix_cache_hits_total", ""): "external_hit_tokens",
-    ("vllm:prompt_tokens_cached_by_source_total", "device"): "device_hit_tokens",
-    ("vllm:prompt_tokens_cached_by_source_total", "host"): "host_hit_tokens",
-    ("vllm:prompt_tokens_cached_by_source_total", "p2p"): "p2p_hit_tokens",
-    ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_hit_tokens",
-    ("vllm:prompt_tokens_cached_by_source_total", "external_unspecified"): "unspecified_hit_tokens",
-    ("vllm:num_preemptions_total", ""): "preemptions",
-    ("vllm:generation_tokens_total", ""): "output_tokens",
-}
-"""The figure of each vLLM counter (name, source)."""
-
-ENDED = {
-    "vllm:request_success_total": "requests",
-    "vllm:request_generation_tokens_sum": "ended_output_tokens",
-}
-"""The figure of each counter that is summed over all its labels."""
-
-COUNTER_NAMES = frozenset({*ENDED, *(name for name, _ in COUNTERS)})
-
 
 class ScrapedEngine(NamedTuple):
     """One engine as its metrics name it."""
@@ -68,22 +40,37 @@ class ScrapedEngine(NamedTuple):
     model: str
 
 
-def counters(text: str, url: str = "") -> dict[ScrapedEngine, dict[str, float]]:
+def counters(text: str, url: str, server: ServerMetrics) -> dict[ScrapedEngine, dict[str, float]]:
     """The counters of every engine in a scrape, by figure. Raises Unreadable if ``text`` can't be parsed."""
     by_engine: dict[ScrapedEngine, dict[str, float]] = {}
-    for samples in families(text, COUNTER_NAMES).values():
+    for samples in families(text, counter_names(server)).values():
         for name, labels, value in samples:
-            figure = ENDED.get(name) or COUNTERS.get((name, labels.get("source", "")))
+            figure = server.summed.get(name) or server.counters.get((name, labels.get("source", "")))
             if figure is None:
                 continue
             if not abs(value) < MOST_COUNT:  # a negative one is a finding
                 raise Unreadable(f"has a counter {name} that is no count")
-            engine = ScrapedEngine(url, labels.get("engine", "0"), labels.get("model_name", ""))
-            figures = by_engine.setdefault(engine, {})
+            engine = ScrapedEngine(url, labels.get(server.rank, "0"), labels.get("model_name", ""))
+            figures = by_engine.setdefault(engine, dict.fromkeys(server.zero, 0.0))
             figures[figure] = figures.get(figure, 0.0) + value
             if len(by_engine) > MOST_ENGINES:
                 raise Unreadable(f"has more than {MOST_ENGINES:,} engines")
     return by_engine
+
+
+def counter_names(server: ServerMetrics) -> frozenset[str]:
+    """The names of the counters that have a figure."""
+    return frozenset({*server.summed, *(name for name, _ in server.counters)})
+
+
+def compared_counters(text: str, url: str) -> dict[ScrapedEngine, dict[str, float]]:
+    """The same of whichever product's server it is, if its counters can be compared with the ledger."""
+    return {
+        engine: figures
+        for server in servers().values()
+        if not server.at_end
+        for engine, figures in counters(text, url, server).items()
+    }
 
 
 # --- engine metrics ------------------------------------------------------------------------------------
@@ -191,7 +178,7 @@ class Reconciler:
         for url in self._urls:
             began = self._clock()
             try:
-                by_engine = counters(self._ask(url), url)
+                by_engine = compared_counters(self._ask(url), url)
             except Exception as error:  # the other engines are still scraped
                 logger.warning("%s can't be read: %s", shown(url), printable(str(error)))
                 continue

@@ -28,6 +28,7 @@ diffusion models.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +167,7 @@ class SGLangObserver(Observer):
 
     NAME: ClassVar[str] = "sglang-0.5"
     ENGINE: ClassVar[str] = "sglang"
+    LOGGER: ClassVar[logging.Logger] = logging.getLogger("kvledger")  # the engine logs to the root
     CENSUS_AT_END: ClassVar[tuple[str, ...]] = ("detached",)
     HAS: ClassVar[tuple[str, ...]] = (
         "waiting_queue",

@@ -11,7 +11,7 @@ import pytest
 
 from kvledger.audit.checks.figures import FIGURES
 from kvledger.audit.checks.registry import catalogue
-from kvledger.exporters.sidecar.engine_metrics import COUNTERS, ENDED
+from kvledger.audit.release_semantics import VLLM_SERVER
 
 PAGE = Path(__file__).parents[3] / "docs/reconciliation.md"
 NAMES = [name for figure in FIGURES for name in figure.names]
@@ -41,8 +41,12 @@ def test_no_figure_stands_in_the_table_twice():
 def test_the_compared_counters_are_those_of_the_sidecar():
     rows = [row for figure in FIGURES for row in figure.compared]
 
-    assert COUNTERS == {(row.counter, row.source): row.figure for row in rows if row.counter not in ENDED}
-    assert ["requests"] == [row.figure for row in rows if row.counter in ENDED]
+    ended = VLLM_SERVER.summed
+
+    assert VLLM_SERVER.counters == {
+        (row.counter, row.source): row.figure for row in rows if row.counter not in ended
+    }
+    assert ["requests"] == [row.figure for row in rows if row.counter in ended]
 
 
 def test_every_figure_about_tokens_of_the_installed_vllm_is_in_the_table():

@@ -183,9 +183,9 @@ def test_counters_that_grow_between_the_scrapes_do_not_contradict() -> None:
     """Hits were read after queries, while both grew."""
     words = {figure: row.word for figure, row in meanings("0.32.0").items()}
     torn = {"local_queried_tokens": 100.0, "local_hit_tokens": 110.0}
-    assert [] == list(contradictions(torn, {**torn, "local_queried_tokens": 120.0}, words))
+    assert [] == list(contradictions(torn, {**torn, "local_queried_tokens": 120.0}, words, "vllm"))
     assert [Contradiction(("local_hit_tokens",), 110, ("local_queried_tokens",), 100)] == list(
-        contradictions(torn, torn, words)
+        contradictions(torn, torn, words, "vllm")
     )
 
 

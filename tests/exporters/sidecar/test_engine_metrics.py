@@ -30,7 +30,7 @@ from kvledger.exporters.sidecar.engine_metrics import (
     Reconciler,
     Scrape,
     ScrapedEngine,
-    counters,
+    compared_counters,
     match,
 )
 
@@ -62,7 +62,7 @@ def test_counters_are_read_by_engine() -> None:
             "requests": 7.0,
         },
         ScrapedEngine(URL, "1", "m"): {"prompt_tokens": 7.0},
-    } == counters(TEXT, URL)
+    } == compared_counters(TEXT, URL)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, Event
     lines = (folder / "scrapes.jsonl").read_text().splitlines()
     scrapes = []
     for began, ended, text in map(json.loads, lines):
-        (figures,) = counters(text).values()
+        (figures,) = compared_counters(text, URL).values()
         scrapes.append(Scrape(began, ended, figures))
     return list(read(journal)), scrapes
 
