@@ -478,17 +478,15 @@ def test_a_request_that_is_queued_twice_does_not_hide_one_that_is_in_no_queue() 
 
 
 @pytest.mark.usefixtures("census_after_each_step")
-@pytest.mark.parametrize("level", ["tokens", "blocks"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_census_after_each_step_finds_nothing_more(name: str, level: str) -> None:
+def test_a_census_after_each_step_finds_nothing_more(name: str) -> None:
     scenario = SCENARIOS[name]
     if scenario.lacking():
         pytest.skip("; ".join(scenario.lacking()))
-    _, events = observe(scenario, level)
+    _, events = observe(scenario, "blocks")
     auditor = audited(events)
 
-    of_blocks = OF_BLOCKS.get(name, set()) if level == "blocks" else set()
-    assert KNOWN_FINDINGS.get(name, set()) | of_blocks == findings(auditor)
+    assert KNOWN_FINDINGS.get(name, set()) | OF_BLOCKS.get(name, set()) == findings(auditor)
     assert [] == auditor.doubts
 
 

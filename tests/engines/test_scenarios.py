@@ -244,7 +244,6 @@ def test_no_token_id_of_a_prompt_is_recorded() -> None:
 
 
 FAST = (
-    "crowd_async_external",
     "crowd_async_speculative",
     "double_allocation_three_groups",
     "load_failure_async_partial_async",
