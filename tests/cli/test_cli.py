@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
@@ -14,9 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
-import msgspec
 import pytest
 import typer
 from tests import journals
@@ -90,30 +87,6 @@ def test_an_unknown_audit_exits_with_3(run: Any, unknown: Path) -> None:
 def test_violated_outweighs_unknown(run: Any, clean: Path, unknown: Path, violated: Path) -> None:
     assert 1 == run("audit", clean, unknown, violated).code
     assert 3 == run("audit", clean, unknown).code
-
-
-def test_audit_as_json_is_one_object(run: Any, violated: Path) -> None:
-    outcome = run("audit", violated, "--format", "json")
-    data = json.loads(outcome.out)
-
-    assert 1 == outcome.code
-    assert ("violated", 1, 0, 0) == tuple(data[k] for k in ("verdict", "requests", "unknown", "drift"))
-    assert {
-        "prompt_tokens": 200,
-        "local": 0,
-        "external": 104,
-        "computed": 96,
-        "unattained": 0,
-        "invalid_hits": 0,
-    } == data["totals"]
-    assert (0, 32, 168) == tuple(data["plan"][k] for k in ("local", "external", "computed"))
-    work = data["work"]
-    kinds = ("first_prompt", "first_output", "rework", "rejected", "overrun", "in_flight")
-    assert work["scheduled"] == sum(work[kind] for kind in kinds)
-    first = data["violations"][0]
-    assert {"id", "severity", "engine", "request", "step", "message", "figures"} <= first.keys()
-    assert ("tokens/negative", "violation", "request-0") == (first["id"], first["severity"], first["request"])
-    assert -128 == first["figures"]["local_tokens"]
 
 
 def test_several_paths_make_one_audit(run: Any, clean: Path, violated: Path) -> None:
@@ -308,13 +281,6 @@ def test_show_prints_entries_and_findings(run: Any, violated: Path) -> None:
     assert "tokens/negative" in outcome.out
 
 
-def test_show_as_json(run: Any, violated: Path) -> None:
-    data = json.loads(run("show", violated, "request-0", "--format", "json").out)
-
-    assert {"account", "lines", "findings", "engine", "journal"} == data.keys()
-    assert "request-0" == data["account"]["request_id"]
-
-
 def test_show_searches_several_paths(run: Any, clean: Path, violated: Path) -> None:
     assert "request-0" in run("show", clean, violated, "request-0").out
 
@@ -324,14 +290,6 @@ def test_show_searches_only_the_window(run: Any, clean: Path) -> None:
 
     assert 2 == outcome.code
     assert "is called 'request-0'" in outcome.sentence
-
-
-def test_audit_as_csv_has_one_line_per_finding(run: Any, violated: Path) -> None:
-    outcome = run("audit", violated, "--format", "csv")
-    lines = list(csv.DictReader(outcome.out.splitlines()))
-
-    assert 1 == outcome.code
-    assert {"tokens/negative", "tokens/set-once"} <= {line["id"] for line in lines}
 
 
 def test_an_error_names_a_path_as_it_was_given(
@@ -545,21 +503,6 @@ def test_injections_are_listed_without_vllm(run: Any, monkeypatch: pytest.Monkey
     assert "negative-local-hit" in outcome.out and "promise-not-loaded" in outcome.out
 
 
-@pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_summary_has_three_formats(run: Any, clean: Path, format: str) -> None:
-    outcome = run("summary", clean, "--by", "outcome", "--format", format)
-
-    assert (0, "") == (outcome.code, outcome.err)
-    assert "all requests" in outcome.out
-
-
-def test_summary_rejects_another_format(run: Any, clean: Path) -> None:
-    outcome = run("summary", clean, "--format", "xml")
-
-    assert 2 == outcome.code
-    assert "'xml' is none of table, json and csv" in outcome.sentence
-
-
 def test_export_prints_the_rows_of_each_file(run: Any, clean: Path, tmp_path: Path) -> None:
     outcome = run("export", clean, "-o", tmp_path / "tables")
 
@@ -589,14 +532,6 @@ def test_a_missing_extra_is_named(
 
     assert 2 == outcome.code
     assert outcome.sentence.endswith("pip install duckdb pandas pyarrow.")
-
-
-def test_diff_has_text_and_json(run: Any, clean: Path, violated: Path) -> None:
-    assert "tokens/negative" in run("diff", clean, violated).out
-    assert json.loads(run("diff", clean, violated, "--format", "json").out)["verdicts"] == [
-        "clean",
-        "violated",
-    ]
 
 
 def test_timeline_writes_a_file(run: Any, clean: Path, tmp_path: Path) -> None:
@@ -692,14 +627,6 @@ def test_a_folder_that_cannot_be_written_keeps_no_checkpoint(
 
 
 # --- the first lines ------------------------------------------------------------------------------------
-
-
-def test_verbose_prints_more_of_the_same_answer(run: Any, violated: Path) -> None:
-    short, full = run("audit", violated), run("audit", violated, "-v")
-
-    assert short.out.splitlines()[:4] == full.out.splitlines()[:4]
-    assert "What the engine worked on" not in short.out
-    assert "What the engine worked on" in full.out
 
 
 @pytest.mark.parametrize(
@@ -834,46 +761,6 @@ def test_reading_a_journal_imports_no_engine(clean: Path) -> None:
     )
 
     assert (0, "") == (outcome.returncode, outcome.stderr)
-
-
-# --- text of clients --------------------------------------------------------------------------------------
-
-HOSTILE = 'a\x1b]0;title\x07\x1b[2J\x9b31m\x00\u202egnp.exe\u2066\nverdict: clean "'
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("audit", ".", "-v"),
-        ("audit", ".", "--format", "json"),
-        ("audit", ".", "--format", "csv"),
-        ("show", ".", HOSTILE),
-        ("summary", ".", "--by", "(.*)"),
-        ("why", "."),
-        ("audit", "follow", "."),
-        ("export", "timeline", ".", "-o", "-"),
-        ("export", "html", ".", "-o", "-"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_no_command_prints_a_control_character_of_a_request_id(
-    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    stream = journals.reported(events(200, journals.CLEAN), local=-128, external=160, computed=168)
-    named = [
-        msgspec.structs.replace(each, request_id=HOSTILE) if type(each) is RequestAdded else each
-        for each in stream
-    ]
-    journals.write(tmp_path / "engine-1-1-0", named, configuration={"model": HOSTILE})
-    monkeypatch.chdir(tmp_path)
-
-    outcome = run(*words)
-
-    assert outcome.code in (0, 1)
-    for text in (outcome.out, outcome.err):
-        text = text.replace("\r\n", "\n")
-        assert set() == {each for each in text if category(each) in ("Cc", "Cf")} - {"\n", "\t"}
-        assert "verdict: clean" not in text.splitlines()
 
 
 @pytest.mark.parametrize(("format", "priced"), [("csv", False), ("github", False), ("json", True)])

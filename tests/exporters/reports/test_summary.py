@@ -22,30 +22,6 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return journals.golden(tmp_path_factory.mktemp("golden"))
 
 
-def test_sums_equal_those_of_an_audit(golden: Path) -> None:
-    (row,) = summarize([golden])
-
-    totals = audit_paths([golden]).totals
-    assert (ALL, totals.requests, totals.prompt_tokens) == (row.group, row.requests, row.prompt_tokens)
-    assert (totals.local, totals.external, totals.computed, totals.unattained) == (
-        row.local,
-        row.external,
-        row.computed,
-        row.unattained,
-    )
-    assert (totals.scheduled, sum(totals.rework.values())) == (row.scheduled, row.rework)
-
-
-@pytest.mark.parametrize("by", ["engine", "model,hour,outcome", r"\d+"])
-def test_groups_add_up(golden: Path, by: str) -> None:
-    *groups, everything = summarize([golden], by)
-
-    assert groups
-    for figure in ("requests", "prompt_tokens", "local", "external", "scheduled", "rework", "preemptions"):
-        assert getattr(everything, figure) == sum(getattr(group, figure) for group in groups)
-    assert everything.wait_seconds == pytest.approx(sum(group.wait_seconds for group in groups))
-
-
 def test_a_pattern_names_its_groups(tmp_path: Path) -> None:
     journals.write(tmp_path / "one", events(10, "A0+0 s10 o+ F"))
     name = next(iter(audit_paths([tmp_path], (KeptAccounts,)).engines[0].of(KeptAccounts).sums)).request_id

@@ -193,12 +193,6 @@ def test_head_answers_with_the_headers_of_get(client: Client) -> None:
         assert len(asked.body) == int(headed.headers["Content-Length"])
 
 
-def test_head_has_no_body(client: Client) -> None:
-    for path in ("/", "/metrics", "/findings"):
-        answer = client.get(path, "HEAD")
-        assert (200, b"") == (answer.status, answer.body)
-
-
 def test_findings_are_json(client: Client) -> None:
     page = json.loads(client.get("/findings").body)
 
