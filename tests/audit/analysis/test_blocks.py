@@ -261,33 +261,6 @@ def hits(trace: BlockTrace, blocks: int | None) -> list[int]:
     return SimulatedPool(trace, blocks).run().hits
 
 
-def test_a_second_request_hits_all_but_its_last_block() -> None:
-    assert [0, 2] == hits(trace_of([1, 2, 3], [1, 2, 3]), 3)
-
-
-def test_the_end_of_a_prefix_is_evicted_first() -> None:
-    """The second request needs one block more than are empty, and the first loses its last block."""
-    assert [0, 0, 2] == hits(trace_of([1, 2, 3], [7, 8], [1, 2, 3, 4]), 4)
-
-
-def test_the_least_recently_released_prefix_is_evicted() -> None:
-    longer = trace_of([1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9], [1, 2, 3], [4, 5, 6])
-    assert [0, 0, 2, 0, 2, 0] == hits(longer, 6)
-
-
-def test_a_block_without_content_is_allocated_before_one_with_content() -> None:
-    trace = trace_of([1, 2, 3])
-    life = begin(trace, [7, 8])
-    trace.operations = [
-        operation for operation in trace.operations if operation[:2] != (CACHED, life)
-    ]  # nothing of it is cached
-    trace.operations.append((RELEASE, life, 0, 0))
-    begin(trace, [9, 10])
-    begin(trace, [1, 2, 3])
-    assert [0, 0, 0, 2] == hits(trace, 5), "the third request gets the blocks of the second"
-    assert [0, 0, 0, 1] == hits(trace, 3), "the second request gets two blocks of the first"
-
-
 def test_blocks_of_running_requests_are_not_evicted() -> None:
     trace = BlockTrace(block_tokens=SIZE, blocks=4)
     running = begin(trace, [1, 2, 3])
@@ -297,14 +270,6 @@ def test_blocks_of_running_requests_are_not_evicted() -> None:
     assert [0, 0, 3] == result.hits
     assert 1 == result.short, "the second request needed five blocks of four"
     assert running == 0
-
-
-def test_a_hit_block_that_is_held_again_is_not_evicted() -> None:
-    trace = trace_of([1, 2, 3])
-    begin(trace, [1, 2, 3])  # holds 1 and 2, which are also in the policy
-    begin(trace, [7, 8])
-    begin(trace, [1, 2, 3])
-    assert [0, 2, 0, 2] == hits(trace, 5)
 
 
 def test_equal_content_computed_at_the_same_time_takes_two_blocks() -> None:

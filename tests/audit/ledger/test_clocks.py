@@ -47,30 +47,23 @@ def of(words: str) -> dict[str, int] | None:
     return queued(account)
 
 
-def test_a_request_that_the_next_step_admits_waited_for_that_step():
-    assert {"next_step": 20} == of(RAN)
+CAUSES = ("budget", "running_limit", "blocks", "preemption", "paused", "unknown")
+QUEUES: list[tuple[str, dict[str, int] | None]] = [
+    (RAN, {"next_step": 20}),
+    *((f"W:{cause} {RAN}", {"next_step": 10, cause: 20}) for cause in CAUSES),
+    (f"W:budget W:budget W:blocks {RAN}", {"next_step": 10, "budget": 20, "blocks": 20}),
+    (f"W:moon {RAN}", {"next_step": 10, "unknown": 20}),  # a cause of a newer release
+    ("A0+0 s16 o P W:blocks A0+0 s32 o+ F", {"next_step": 20}),  # not the queue after a preemption
+    ("W:budget A0+0 s16 o F:aborted", None),
+    ("W:budget F:aborted", None),
+]
 
 
-@pytest.mark.parametrize("cause", ["budget", "running_limit", "blocks", "preemption", "paused", "unknown"])
-def test_a_request_waits_for_the_cause_from_the_first_step_that_left_it_waiting(cause: str):
-    assert {"next_step": 10, cause: 20} == of(f"W:{cause} {RAN}")
-
-
-def test_each_cause_lasts_until_the_next_one():
-    assert {"next_step": 10, "budget": 20, "blocks": 20} == of(f"W:budget W:budget W:blocks {RAN}")
-
-
-def test_a_cause_of_a_newer_release_is_unknown():
-    assert {"next_step": 10, "unknown": 20} == of(f"W:moon {RAN}")
-
-
-def test_the_queue_after_a_preemption_is_no_part_of_it():
-    assert {"next_step": 20} == of("A0+0 s16 o P W:blocks A0+0 s32 o+ F")
-
-
-def test_a_request_without_output_has_no_queue():
-    assert of("W:budget A0+0 s16 o F:aborted") is None
-    assert of("W:budget F:aborted") is None
+@pytest.mark.parametrize(("words", "expected"), QUEUES)
+def test_a_request_waits_for_each_cause_from_the_step_that_left_it_waiting(
+    words: str, expected: dict[str, int] | None
+):
+    assert expected == of(words)
 
 
 def test_a_request_that_comes_later_waits_for_a_step_before_the_cause_that_holds():
@@ -137,49 +130,37 @@ def _only(ledger: Ledger) -> Account:
     return account
 
 
-def test_a_request_is_queued_until_its_admission_and_then_prefills():
-    assert {"queued": 20, "prefill": 20} == first_token(32, "A0+0 s32 o+ F")
+FAILED = {"queued": 30, "remote_load": 20, "ready": 10, "load_failed": 20, "prefill": 20}
+TIMES: dict[str, tuple[str, dict[str, int] | None]] = {
+    "queued until its admission": ("A0+0 s32 o+ F", {"queued": 20, "prefill": 20}),
+    "preempted between lives": (
+        "A0+0 s16 o P A0+0 s32 o+ F",
+        {"queued": 20, "prefill": 30, "preempted": 20, "prefill_again": 20},
+    ),
+    "preempted after the first output": ("A0+0 s32 o+ P A0+0 s33 o+ F", {"queued": 20, "prefill": 20}),
+    "the output comes after the preemption": (
+        "A0+0 s32 P o+ A0+0 s33 o+ F",
+        {"queued": 20, "prefill": 20, "preempted": 10},
+    ),
+    "an asynchronous load, and then a step": (
+        "A0+16 L s16 o+ F",
+        {"queued": 30, "remote_load": 10, "ready": 10, "prefill": 10},
+    ),
+    "a synchronous load": ("A0+16 C16 s16 L o+ F", {"queued": 30, "prefill": 30}),
+    "it has not prefilled before a load that fails": ("A0+16a L0 A0+0 s32 o+ F", FAILED),
+    "no output": ("A0+0 s16 o F:aborted", None),
+    "the first turn of a session": ("A0+0 s32 o+ S X16 s17 o+ F", {"queued": 20, "prefill": 20}),
+}
 
 
-def test_the_time_between_lives_is_preempted_and_later_lives_prefill_again():
-    expected = {"queued": 20, "prefill": 30, "preempted": 20, "prefill_again": 20}
-    assert expected == first_token(32, "A0+0 s16 o P A0+0 s32 o+ F")
-
-
-def test_a_preemption_after_the_first_output_adds_nothing():
-    expected = first_token(32, "A0+0 s32 o+ F")
-    assert expected == first_token(32, "A0+0 s32 o+ P A0+0 s33 o+ F")
-
-
-def test_the_output_of_a_step_that_comes_after_the_preemption_ends_the_time():
-    found = first_token(32, "A0+0 s32 P o+ A0+0 s33 o+ F")
-    assert found == {"queued": 20, "prefill": 20, "preempted": 10}
-
-
-def test_an_asynchronous_load_is_waited_for_and_then_a_step():
-    expected = {"queued": 30, "remote_load": 10, "ready": 10, "prefill": 10}
-    assert expected == first_token(32, "A0+16 L s16 o+ F")
-
-
-def test_a_synchronous_load_is_part_of_the_prefill():
-    assert {"queued": 30, "prefill": 30} == first_token(32, "A0+16 C16 s16 L o+ F")
-
-
-def test_a_request_waits_again_after_a_failed_load_and_has_not_prefilled_before():
-    expected = {"queued": 30, "remote_load": 20, "ready": 10, "load_failed": 20, "prefill": 20}
-    assert expected == first_token(32, "A0+16a L0 A0+0 s32 o+ F")
-
-
-def test_a_request_without_output_has_no_time():
-    assert first_token(32, "A0+0 s16 o F:aborted") is None
+@pytest.mark.parametrize("name", TIMES)
+def test_the_time_to_the_first_output_has_these_causes(name: str):
+    words, expected = TIMES[name]
+    assert expected == first_token(32, words)
 
 
 def test_a_request_for_a_pooling_model_has_no_time():
     assert first_token(32, "A0+0 s32 o F", pooling=True) is None
-
-
-def test_a_session_has_the_time_of_its_first_turn():
-    assert first_token(32, "A0+0 s32 o+ F") == first_token(32, "A0+0 s32 o+ S X16 s17 o+ F")
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.title)
@@ -218,28 +199,26 @@ def spent(prompt_tokens: int, words: str) -> dict[str, int] | None:
     return found and {cause: us for cause, us in zip(OUTPUT_TIME, found, strict=True) if us}
 
 
-def test_a_request_decodes_from_its_first_output_to_its_end():
-    assert {"decode": 50} == spent(32, "A0+0 s32 o+ s1 o+ s1 o+ F")
+AGAIN = {"decode_preempted": 20, "decode_loading": 10, "decode_again": 10}
+LATER: list[tuple[str, dict[str, int] | None]] = [
+    ("A0+0 s32 o+ s1 o+ s1 o+ F", {"decode": 50}),
+    ("A0+0 s32 o+ s1 o+ P A0+0 s34 o+ F", {"decode": 40, **AGAIN}),
+    ("A0+0 s16 o P A0+0 s32 o+ s1 o+ F", {"decode": 30}),  # preempted before the first output
+    ("A0+0 s32 P o+ A0+0 s33 o+ F", {"decode": 10, **AGAIN}),  # and between its step and it
+    ("A0+0 s32 o+ s1 o+ F:aborted", None),
+    ("A0+0 s32 o+ S X16 s17 o+ F", None),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), LATER)
+def test_the_time_from_the_first_output_to_the_last_has_these_causes(
+    words: str, expected: dict[str, int] | None
+):
+    assert expected == spent(32, words)
+
+
+def test_tokens_after_the_first_are_counted():
     assert 2 == account(32, "A0+0 s32 o+ s1 o+ s1 o+ F").later_tokens
-
-
-def test_a_preemption_is_waited_for_and_the_work_is_done_again():
-    expected = {"decode": 40, "decode_preempted": 20, "decode_loading": 10, "decode_again": 10}
-    assert expected == spent(32, "A0+0 s32 o+ s1 o+ P A0+0 s34 o+ F")
-
-
-def test_a_preemption_before_the_first_output_adds_nothing():
-    assert {"decode": 30} == spent(32, "A0+0 s16 o P A0+0 s32 o+ s1 o+ F")
-
-
-def test_the_first_output_may_come_after_a_preemption():
-    found = spent(32, "A0+0 s32 P o+ A0+0 s33 o+ F")
-    assert found == {"decode": 10, "decode_preempted": 20, "decode_loading": 10, "decode_again": 10}
-
-
-@pytest.mark.parametrize("words", ["A0+0 s32 o+ s1 o+ F:aborted", "A0+0 s32 o+ S X16 s17 o+ F"])
-def test_aborted_requests_and_sessions_have_no_time(words: str):
-    assert spent(32, words) is None
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.title)
