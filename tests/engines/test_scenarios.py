@@ -30,7 +30,6 @@ from tests.scenarios.corpus import HISTORIES, SCENARIOS
 from tests.scenarios.driving import Attach, start
 from tests.scenarios.kv_runner import DriverWithCaches, attach_content
 from tests.scenarios.prefix_runner import DriverWithPrefixes, attach_sketches
-from tests.scenarios.workloads import crowd
 from tests.simulate.recordings import traffic_of
 
 from kvledger.audit.analysis.routing import (
@@ -198,29 +197,6 @@ def test_overrun_counts_executed_work_in_the_same_way_in_every_release(
 
     assert account is not None
     assert (50, 3, overrun) == (account.first_prompt, account.first_output, account.overrun)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    "setup",
-    [
-        {},
-        {"drafts": 3},
-        {"connector": "scripted"},
-        {"connector": "scripted", "drafts": 2},
-        {"connector": "scripted", "kv_role": "kv_consumer"},
-        {"policy": "priority"},
-    ],
-    ids=lambda setup: "-".join(map(str, setup.values())) or "plain",
-)
-def test_a_random_crowd_has_no_findings(seed: int, asynchronous: bool, setup: dict[str, object]) -> None:
-    """Requests with shared prefixes arrive, are preempted, resumed and aborted at random."""
-    _, events = observe(crowd, seed=seed, requests=40, asynchronous=asynchronous, **setup)
-    auditor = audited(events)
-
-    assert set() == findings(auditor)
-    assert "clean" == auditor.verdict
 
 
 def test_no_token_id_of_a_prompt_is_recorded() -> None:
@@ -430,8 +406,13 @@ def recorded(name: str, level: str) -> list[Event]:
     return observation.stop()
 
 
-@pytest.mark.parametrize("level", ["tokens", "blocks"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *((name, "blocks") for name in SCENARIOS),
+        *((name, "tokens") for name in SCENARIOS if "crowd" in name),
+    ],
+)
 def test_a_reader_that_begins_at_any_segment_has_no_false_finding(name: str, level: str) -> None:
     events = recorded(name, level)
     whole = findings(audited(events))

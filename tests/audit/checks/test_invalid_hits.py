@@ -709,17 +709,6 @@ def test_a_window_that_moved_on_by_drafts_which_are_rejected_then_is_named(watch
     assert ("r", 3, 45) == (finding.request, finding.figures["tokens"], finding.figures["start"])
 
 
-@near_miss("blocks/read-invalid")
-@pytest.mark.parametrize(
-    "scenario",
-    ["drafts_rejected_at_the_window_async", "window_leaves_blocks_two_groups", "chunks_leave_blocks"],
-)
-def test_blocks_that_the_window_has_left_are_freed(watched, scenario):
-    SCENARIOS[scenario](watched.attach)
-
-    assert [] == watched.violation_ids()
-
-
 # --- states -----------------------------------------------------------------------------------------
 
 
@@ -777,13 +766,6 @@ def test_a_turn_that_begins_below_the_state_of_a_step_past_the_stop_is_named(wat
 
     assert ("s", 1, 42) == (finding.request, finding.figures["tokens"], finding.figures["start"])
     assert "already has tokens at these positions" in finding.message
-
-
-@near_miss("blocks/read-invalid")
-def test_a_turn_that_begins_where_the_last_state_ends_is_valid(watched):
-    SCENARIOS["session_of_states_sync"](watched.attach)
-
-    assert [] == watched.violation_ids()
 
 
 @near_miss("blocks/read-invalid")

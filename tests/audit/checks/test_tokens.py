@@ -19,7 +19,6 @@ from tests.audit.checks.false_reports import (
 )
 from tests.audit.checks.watched import Watched
 from tests.histories import events
-from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import Driver
 
 from kvledger.audit.checks.tokens import source_sum, suspense
@@ -705,17 +704,6 @@ def test_a_failed_load_without_a_step_in_flight_drops_no_output():
     failed_with_a_step_in_flight(watched)
 
     assert [] == watched.violation_ids()
-
-
-@near_miss("tokens/without-token")
-@pytest.mark.parametrize(
-    "scenario", ["crowd_async_speculative", "speculative_async_eagle", "session_async", "pooling_async"]
-)
-def test_outputs_in_flight_drafts_and_sessions_bring_their_tokens(scenario: str):
-    watched = Watched()
-    SCENARIOS[scenario](watched.attach)
-
-    assert [] == [id for id in watched.violation_ids() if id == "tokens/without-token"]
 
 
 # --- tokens/sampled-twice -------------------------------------------------------------------------
