@@ -38,8 +38,15 @@ def of_connector(name: str, options: Mapping[str, Any] | None = None) -> dict[st
     return cells(key_card(find_connector(name, None, options)), name)
 
 
-def test_the_prefix_cache_parts_all_but_an_adapter_loaded_in_place_and_the_mask_of_embeddings() -> None:
-    card = key_card()
+@pytest.fixture(scope="module")
+def card() -> KeyCard:
+    """The card without a connector."""
+    return key_card()
+
+
+def test_the_prefix_cache_parts_all_but_an_adapter_loaded_in_place_and_the_mask_of_embeddings(
+    card: KeyCard,
+) -> None:
     found = cells(card, PREFIX_CACHE)
 
     assert "violated" == card.verdict
@@ -49,8 +56,8 @@ def test_the_prefix_cache_parts_all_but_an_adapter_loaded_in_place_and_the_mask_
     assert not any(row.problem for row in card.rows)
 
 
-def test_kv_events_do_not_tell_the_path_of_an_adapter() -> None:
-    found = cells(key_card(), EVENTS)
+def test_kv_events_do_not_tell_the_path_of_an_adapter(card: KeyCard) -> None:
+    found = cells(card, EVENTS)
 
     assert {*ALWAYS_SHARED, "LoRA adapter's path, name and id kept"} == {
         name for name, cell in found.items() if cell == "shares"
@@ -96,7 +103,10 @@ def test_a_difference_that_breaks_the_engine_is_no_answer(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("format", ["text", "json", "markdown"])
-def test_the_command_prints_the_card_and_exits_with_its_verdict(format: str) -> None:
+def test_the_command_prints_the_card_and_exits_with_its_verdict(
+    format: str, card: KeyCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvledger.exporters.reports.conformance.key_card", lambda *_: card)
     done = CliRunner().invoke(app, ["conformance", "--keys", "--format", format])
 
     assert 1 == done.exit_code

@@ -67,18 +67,14 @@ def first(folder: Path) -> Reproduction:
     return reproduce(folder, finding=FINDING, budget=60, workers=0, progress=interrupted_while_shrinking)
 
 
-def test_a_journal_of_many_segments_is_reproduced(recorded: Recorded):
+def test_a_journal_of_many_segments_is_reproduced_and_an_interrupt_keeps_the_smallest_so_far(
+    recorded: Recorded,
+):
     assert recorded.last >= 5
 
     result = first(recorded.folder)
 
-    assert ("reproduced", "") == (result.status, result.reason)
-
-
-def test_an_interrupt_keeps_the_smallest_workload_so_far(recorded: Recorded):
-    result = first(recorded.folder)
-
-    assert result.interrupted
+    assert ("reproduced", "", True) == (result.status, result.reason, result.interrupted)
     assert result.workload is not None and result.check is not None
     assert result.requests_after < result.requests_before
 

@@ -22,12 +22,10 @@ from kvledger.audit.errors import LedgerError
 from kvledger.audit.events import Event, Gap, RequestAdded, Setting, Snapshot
 from kvledger.audit.replay.followed_audit import FollowedAudit
 from kvledger.exporters.metrics import otel
-from kvledger.exporters.metrics.metric_list import GROUPS, METRICS
 from kvledger.exporters.metrics.otel import Telemetry, attach_telemetry, protocol, wanted
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 RESUMED = "A0+32 L s56 o P A0+160 L s40 o+ s1 o+ F"
-NOW = 1_700_000_000.0
 
 
 @pytest.fixture(autouse=True)
@@ -108,27 +106,6 @@ def test_a_receiver_gets_spans_and_metrics(
 
 
 # --- metrics -------------------------------------------------------------------------------------------
-
-
-def test_every_metric_is_sent_with_its_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_audit = started(at=NOW)
-    received = received_from(engine_audit, events(200, RESUMED), monkeypatch, OTEL_TRACES_EXPORTER="none")
-    metrics = received.latest
-
-    silent = {"kvledger_journal_lag_seconds", "kvledger_checkpoint_timestamp_seconds"}
-    silent |= {metric.name for metric in METRICS if "label" in metric.labels}  # the requests have none
-    not_here = ("Blocks", "Contents", "KV events", "What clients were told")
-    silent |= {metric.name for group in GROUPS if group.title in not_here for metric in group.metrics}
-    silent |= {"kvledger_last_violation_timestamp_seconds", "kvledger_step_model_error_ratio"}
-    silent |= {"kvledger_pool_usage_ratio", "kvledger_engine_setting"}  # no census, and no settings
-    for metric in METRICS:
-        followed = metric.name.startswith(("kvledger_reconciliation", "kvledger_sidecar"))
-        if metric.name not in silent and not followed:
-            assert otel.name(metric) in metrics, metric.name
-    sums = metrics["kvledger.prompt_tokens"]
-    assert ("{token}", True, 2) == (sums.unit, sums.sum.is_monotonic, sums.sum.aggregation_temporality)
-    assert {round(NOW * 1e9)} == {point.start_time_unix_nano for point in sums.sum.data_points}
-    assert [] == received.traces
 
 
 def test_a_histogram_keeps_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
