@@ -30,6 +30,7 @@ _NUMBERED = (
     re.compile(r"(chatcmpl-.+)_(\d{1,5})", re.DOTALL),
     re.compile(r"(resp_.+)_(\d{1,5})", re.DOTALL),
 )
+_NUMBERED_KINDS = ("cmpl-", "chatcmpl-", "resp_")
 _KIND = re.compile(
     r"(?:cmpl-|chatcmpl-|resp_|generate-tokens-|embd-|pooling-|classify-|score-|rerank-)(.+)", re.DOTALL
 )
@@ -54,13 +55,12 @@ def part_of(request_id: str, *, suffixed: bool = True) -> Part:
     sample, stem = _without_sample(request_id)
     if suffixed:
         stem = _without_suffix(stem)
-    beam = _BEAM.fullmatch(stem)
-    if beam:
+    if "-beam-" in stem and (beam := _BEAM.fullmatch(stem)):
         return Part(beam[1], 0, int(beam[2]))
-    for pattern in _NUMBERED:
-        numbered = pattern.fullmatch(stem)
-        if numbered:
-            return Part(numbered[1], int(numbered[2]), sample)
+    if stem.startswith(_NUMBERED_KINDS):  # the patterns cost more, and most requests have no such id
+        for pattern in _NUMBERED:
+            if numbered := pattern.fullmatch(stem):
+                return Part(numbered[1], int(numbered[2]), sample)
     return Part(stem, 0, sample)
 
 
@@ -85,10 +85,10 @@ def client_names(
     if kind:
         yield 2, kind[1]
     yield 3, bare
-    yield 3, stem
-    yield 3, _without_suffix(request_id) if suffixed else request_id
-    trace = _TRACE.fullmatch(traceparent or "")
-    if trace:
+    if stem != request_id:
+        yield 3, stem
+        yield 3, _without_suffix(request_id) if suffixed else request_id
+    if traceparent and (trace := _TRACE.fullmatch(traceparent)):
         yield 4, trace[1]
 
 
@@ -118,7 +118,7 @@ def _ends_in_random_digits(asked: str, request_id: str, suffixed: bool) -> bool:
 
 
 def _without_sample(request_id: str) -> tuple[int, str]:
-    sample = _SAMPLE.fullmatch(request_id)
+    sample = _SAMPLE.fullmatch(request_id) if "_" in request_id[1:5] else None
     return (int(sample[1]), sample[2]) if sample else (-1, request_id)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..audit.analysis.usage import Told
+from ..audit.analysis.usage import Told, ToldOfCalls
 from ..audit.foreign import Unreadable, count, lines_of, parsed
 from ..audit.text import shown_id
 
@@ -148,7 +148,7 @@ class UsageLog(NamedTuple):
     ``free``: how many calls a gateway priced at 0.
     """
 
-    told: list[Told]
+    told: ToldOfCalls
     other_lines: int
     first_other: str = ""
     free: int = 0
@@ -159,15 +159,16 @@ def read(path: Path, tenant: str = "") -> UsageLog:
 
     ``tenant``: the field of a line that says who pays, ``a/b`` in nested objects; "": that of its kind.
     """
-    told: list[Told] = []
+    told = ToldOfCalls()
     others, free, first = 0, 0, ""
     for number, line in lines_of(path):
         try:
             record = parsed(line, dict[str, Any])
             payer = _first(record, [tenant]) if tenant else None
-            found = [each._replace(tenant=_id(payer)) if tenant else each for each in _told(record, number)]
+            found = list(_told(record, number))
+            for each in found:
+                told.add(each._replace(tenant=_id(payer)) if tenant else each)
             free += bool(found) and record.get("response_cost") == 0
-            told += found
             why = "" if found else "has no usage, or no id"
         except Unreadable as error:
             why = str(error)

@@ -17,21 +17,81 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from ..client_ids import Part, part_of
-from ..ledger.account import NOTHING, AccountStatement
+from ..ledger.account import Account, AccountStatement
 
 PREFILL, DECODE = "prefill", "decode"
 """Roles of the two requests of one prompt in two engines. A request that one engine serves has no role."""
 
 
+NOTHING: dict[str, int] = {}
+"""Of a call of one request, which counts all its tokens; nobody changes it."""
+
 FAILED_TRANSFER = ("failed", "not_planned", "never_loaded")
 """Causes for which promised tokens did not arrive."""
+
+
+class CallAccount(msgspec.Struct, array_like=True, frozen=True):
+    """What a call needs of an account. Counts are tokens, summed over the prompt's chunks; see
+    :class:`~kvledger.audit.ledger.account.AccountStatement`."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens of the sequence behind the prompt."""
+    added_at: int
+    outcome: str
+    local: int
+    """Prompt tokens that hit the engine's own prefix cache."""
+    external: int
+    """Prompt tokens that a connector loaded."""
+    computed: int
+    """Prompt tokens that the engine computed."""
+    unattained: int
+    """Prompt tokens that never had valid KV."""
+    known: bool
+    """Whether the account is complete and settled."""
+    plan: tuple[int, int] | None = None
+    reported: tuple[int, int, int] | None = None
+    transferred: bool = False
+    remote_decode: bool = False
+    remote_request: str = ""
+    load_failed: bool = False
+    """Whether promised tokens did not arrive."""
+
+    @classmethod
+    def of(cls, account: Account | AccountStatement) -> CallAccount:
+        """The account as it stands now."""
+        local = external = computed = unattained = 0
+        for each in account.settlements:
+            local, external = local + each.local, external + each.external
+            computed, unattained = computed + each.computed, unattained + each.unattained
+        return cls(
+            account.request_id,
+            account.prompt_tokens,
+            account.sequence_tokens - account.prompt_tokens,
+            account.added_at,
+            account.outcome,
+            local,
+            external,
+            computed,
+            unattained,
+            account.unknown is None and bool(account.settlements),
+            account.plan,
+            account.reported,
+            account.transferred,
+            account.remote_decode,
+            account.remote_request,
+            any(account.voided.get(cause) for cause in FAILED_TRANSFER) if account.voided else False,
+        )
 
 
 class FoundRequests(NamedTuple):
     """An account, and what a call needs to know of its engine."""
 
-    account: AccountStatement
+    account: CallAccount
     engine: str = ""
     kv_role: str = ""
     """vLLM's ``kv_role`` of the engine; empty without a connector."""
@@ -39,52 +99,26 @@ class FoundRequests(NamedTuple):
     """Unix time from which the account's times count."""
     tenant: str = ""
     """Whom the request is for; empty: not known."""
+    number: int = 0
+    """The caller's own number of the account."""
 
 
 class CallRequest(NamedTuple):
     """One request of a call, with its prompt and sample, in one engine. All counts are tokens."""
 
     part: Part
-    account: AccountStatement
+    account: CallAccount
     engine: str = ""
     role: str = ""
     """:data:`PREFILL`, :data:`DECODE`, or empty."""
     tenant: str = ""
-
-    @property
-    def local(self) -> int:
-        """Prompt tokens that hit the engine's own prefix cache."""
-        return sum(each.local for each in self.account.settlements)
-
-    @property
-    def external(self) -> int:
-        """Prompt tokens that a connector loaded."""
-        return sum(each.external for each in self.account.settlements)
-
-    @property
-    def computed(self) -> int:
-        """Prompt tokens that the engine computed."""
-        return sum(each.computed for each in self.account.settlements)
-
-    @property
-    def unattained(self) -> int:
-        """Prompt tokens that never had valid KV."""
-        return sum(each.unattained for each in self.account.settlements)
+    number: int = 0
+    """That of :class:`FoundRequests`."""
 
     @property
     def cached(self) -> int:
         """Prompt tokens from a cache. KV that a prefill engine hands over is no cache hit."""
-        return self.local + (0 if self.role == DECODE else self.external)
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of the sequence behind the prompt."""
-        return self.account.sequence_tokens - self.account.prompt_tokens
-
-    @property
-    def known(self) -> bool:
-        """Whether the account is complete and settled."""
-        return self.account.unknown is None and bool(self.account.settlements)
+        return self.account.local + (0 if self.role == DECODE else self.account.external)
 
 
 class CallFigures(NamedTuple):
@@ -176,7 +210,7 @@ def _source(
 def _may_prefill(found: FoundRequests) -> bool:
     """Journals that were recorded before ``remote_decode`` have no ``kv_role`` either."""
     account = found.account
-    recorded_before = not found.kv_role and account.sequence_tokens - account.prompt_tokens <= 1
+    recorded_before = not found.kv_role and account.output_tokens <= 1
     return account.remote_decode or found.kv_role == "kv_producer" or recorded_before
 
 
@@ -184,7 +218,7 @@ def _may_decode(found: FoundRequests) -> bool:
     return found.account.transferred or found.kv_role == "kv_consumer"
 
 
-def _own_role(account: AccountStatement) -> str:
+def _own_role(account: CallAccount) -> str:
     """The role of a request whose counterpart is not here."""
     if account.transferred:
         return DECODE
@@ -192,15 +226,17 @@ def _own_role(account: AccountStatement) -> str:
 
 
 def _request(part: Part, found: FoundRequests, role: str) -> CallRequest:
-    return CallRequest(part, found.account, found.engine, role, found.tenant)
+    return CallRequest(part, found.account, found.engine, role, found.tenant, found.number)
 
 
 def figures(requests: Iterable[CallRequest]) -> CallFigures:
     """The figures of one call."""
     every = list(requests)
     if len(every) == 1:
-        one = every[0]
-        return CallFigures(1, 1, one.account.prompt_tokens, one.cached, one.output_tokens, one.known, NOTHING)
+        one, account = every[0], every[0].account
+        return CallFigures(
+            1, 1, account.prompt_tokens, one.cached, account.output_tokens, account.known, NOTHING
+        )
     by_prompt = prompts_of(every)
     answers = [request for samples in by_prompt.values() for request in answering(samples)]
     return CallFigures(
@@ -208,8 +244,8 @@ def figures(requests: Iterable[CallRequest]) -> CallFigures:
         prompts=len(by_prompt),
         prompt_tokens=sum(samples[0].account.prompt_tokens for samples in by_prompt.values()),
         cached=sum(min(each.cached for each in computing(samples)) for samples in by_prompt.values()),
-        output_tokens=sum(request.output_tokens for request in answers),
-        known=all(each.known for each in every),
+        output_tokens=sum(request.account.output_tokens for request in answers),
+        known=all(each.account.known for each in every),
         not_counted=dict(sum((not_counted(samples) for samples in by_prompt.values()), Counter())),
     )
 
@@ -247,22 +283,18 @@ def not_counted(samples: Sequence[CallRequest]) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     first, answers = computing(samples), answering(samples)
-    took = sum(each.cached + each.computed for each in first)
+    took = sum(each.cached + each.account.computed for each in first)
     counts["another-sample"] = (
-        took - min(each.cached for each in first) - max(each.computed for each in first)
+        took - min(each.cached for each in first) - max(each.account.computed for each in first)
     )
     for each in samples:
+        account = each.account
         if each not in answers:
-            counts["prefill-output"] += each.output_tokens
+            counts["prefill-output"] += account.output_tokens
         if each not in first:
-            counts["transferred"] += each.external
-            counts["decode-hit"] += each.local
-            counts[_recomputed_cause(each)] += each.computed
+            counts["transferred"] += account.external
+            counts["decode-hit"] += account.local
+            nothing_came = not account.external and not account.local
+            failed = nothing_came or account.load_failed
+            counts["transfer-failed" if failed else "recomputed"] += account.computed
     return +counts
-
-
-def _recomputed_cause(request: CallRequest) -> str:
-    """Why a decode engine computed prompt tokens."""
-    nothing_came = not request.external and not request.local
-    failed = any(request.account.voided.get(cause) for cause in FAILED_TRANSFER)
-    return "transfer-failed" if nothing_came or failed else "recomputed"

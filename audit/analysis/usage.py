@@ -23,14 +23,17 @@ Causes of ``prompt`` and ``output``:
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from ..client_ids import client_names
-from ..ledger.account import AccountStatement
+from ..ledger.account import Account, AccountStatement
 from ..release_semantics import CONTRACTS, OUTPUTS, Product, Relation, sources_add_up
-from .calls import DECODE, CallFigures, CallRequest, FoundRequests, calls_of, figures
+from .calls import DECODE, CallAccount, CallFigures, CallRequest, FoundRequests, calls_of, figures
 
 EQUAL, EXPLAINED, UNEXPLAINED, UNKNOWN, UNTRACED, REPEATED = (
     "equal",
@@ -76,99 +79,122 @@ class Reconciled(NamedTuple):
         return next((each.tenant for each in self.requests if each.tenant), "")
 
 
-class Usage(NamedTuple):
-    """All calls of a log beside the calls of a trace."""
-
-    calls: list[Reconciled]
-    unlogged: list[list[CallRequest]]
-    """Calls of the trace that no line of the log tells of, such as an attempt that a gateway repeated."""
+Row = TypeVar("Row")
+_ENCODER = msgspec.msgpack.Encoder()
 
 
-NOT_FOUND: tuple[int, list[FoundRequests]] = sys.maxsize, []
-"""Of an id that names no account; nobody changes it."""
+class Packed(Generic[Row]):
+    """Rows of one kind, each as bytes: a million of them take a tenth of the memory of as many objects."""
+
+    def __init__(self, kind: type[Row]) -> None:
+        self._rows: list[bytes] = []
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def add(self, row: Row) -> int:
+        """Keep a row; returns its number, from 0."""
+        self._rows.append(_ENCODER.encode(row))
+        return len(self._rows) - 1
+
+    def __getitem__(self, number: int) -> Row:
+        return self._decode(self._rows[number])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._decode, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class ToldOfCalls(Packed[Told]):
+    """What clients were told, a row for each call."""
+
+    def __init__(self, told: Iterable[Told] = ()) -> None:
+        super().__init__(Told)
+        self.numbers: dict[str, Numbers] = {}
+        """All ids, and no account by any of them."""
+        for each in told:
+            self.add(each)
+
+    def add(self, row: Told) -> int:
+        """Keep a row."""
+        for name in row.names:
+            self.numbers[name] = NONE
+        return super().add(row)
+
+
+Numbers = int | list[int]
+"""Numbers of accounts, most often of one, each with the rank of the id that names it: 8 * number + rank."""
+
+NONE = -1
+RANKS = 8
 
 
 class CallIndex:
     """Finds the requests of the calls in a log, and of calls that no line names; holds their accounts."""
 
-    def __init__(self, told: Sequence[Told], *, suffixed: bool) -> None:
+    def __init__(self, told: ToldOfCalls, *, suffixed: bool) -> None:
         self._suffixed = suffixed
         """Whether the engine's release appends random digits to ids."""
-        self._by_name: dict[str, tuple[int, list[FoundRequests]]] = {
-            name: NOT_FOUND for each in told for name in each.names
-        }
-        """By each id in the log: how exactly it names accounts, and those that it names most exactly."""
-        self._others: dict[str, list[FoundRequests]] = {}
+        self._accounts: Packed[tuple[int, str, CallAccount]] = Packed(tuple[int, str, CallAccount])
+        """Of each account its engine's number and its tenant."""
+        self._engines: dict[tuple[str, str, float], int] = {}
+        """Name, ``kv_role`` and start of each engine."""
+        self._by_name = told.numbers
+        """By each id in the log the accounts that it names most exactly."""
+        self._others: dict[str, Numbers] = {}
         """Accounts of calls that no id in the log names, by the call's id."""
 
     def add(
         self,
-        account: AccountStatement,
+        account: Account | AccountStatement,
         engine: str = "",
         kv_role: str = "",
         began: float = 0.0,
         tenant: str = "",
     ) -> None:
         """Take an account of the trace, with what :class:`FoundRequests` has of it."""
-        found = FoundRequests(account, engine, kv_role, began, tenant)
+        place = self._engines.setdefault((engine, kv_role, began), len(self._engines))
+        number = self._accounts.add((place, tenant, CallAccount.of(account)))
         named = False
         call = ""
-        for place, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
-            call = name if place == 1 and not call else call
+        for rank, name in client_names(account.request_id, account.traceparent, suffixed=self._suffixed):
+            call = name if rank == 1 and not call else call
             known = self._by_name.get(name)
-            if known is None:
-                continue
-            named = True
-            if place < known[0]:
-                self._by_name[name] = place, [found]
-            elif place == known[0] and found not in known[1][-1:]:
-                known[1].append(found)
+            if known is not None:
+                named = True
+                self._by_name[name] = _most_exact(known, RANKS * number + rank)
         if not named:
-            self._others.setdefault(call, []).append(found)
+            self._others[call] = _most_exact(self._others.get(call, NONE), RANKS * number)
 
     def calls(self, names: Iterable[str]) -> list[list[CallRequest]]:
         """The calls that the first known one of ``names`` means; several if the id was used again."""
         for name in names:
-            _, accounts = self._by_name.get(name, NOT_FOUND)
-            if accounts:
-                return calls_of(accounts, suffixed=self._suffixed)
+            if (numbers := self._by_name.get(name, NONE)) != NONE:
+                return self._calls(numbers)
         return []
 
     def others(self) -> Iterator[list[CallRequest]]:
         """The calls that no id in the log names."""
-        for accounts in self._others.values():
-            yield from calls_of(accounts, suffixed=self._suffixed)
+        for numbers in self._others.values():
+            yield from self._calls(numbers)
+
+    def _calls(self, numbers: Numbers) -> list[list[CallRequest]]:
+        engines = list(self._engines)
+        found = []
+        for number in [numbers] if isinstance(numbers, int) else numbers:
+            place, tenant, account = self._accounts[number // RANKS]
+            found.append(FoundRequests(account, *engines[place], tenant, number // RANKS))
+        return calls_of(found, suffixed=self._suffixed)
 
 
-def reconcile(told: Sequence[Told], index: CallIndex) -> Usage:
-    """Compare each line of a log with its call. A call is taken by one line; one that says the same is a
-    copy."""
-    taken: dict[int, tuple[Told, ...]] = {}
-    untraced: set[Told] = set()
-    rows: list[Reconciled] = []
-    unlogged: dict[int, list[CallRequest]] = {}
-    for each in told:
-        every = index.calls(each.names)
-        free = [call for call in every if _key(call) not in taken]
-        if not free:
-            same = each._replace(line=0)
-            earlier = (told for call in every for told in taken[_key(call)])
-            if same in untraced or any(told._replace(line=0) == same for told in earlier):
-                rows.append(Reconciled(each, REPEATED, (), None, ()))
-                continue
-            if not every:
-                untraced.add(same)
-        rows.append(_row(each, free or every))
-        if rows[-1].requests:
-            key = _key(rows[-1].requests)
-            taken[key] = (*taken.get(key, ()), each)
-        if len(every) > 1:
-            unlogged |= {_key(call): call for call in every}
-    left = [call for key, call in unlogged.items() if key not in taken]
-    return Usage(rows, [*left, *index.others()])
-
-
-# --- differences ----------------------------------------------------------------------------------------
+def _most_exact(known: Numbers, new: int) -> Numbers:
+    """The accounts that an id names most exactly, with a new one that it names."""
+    if known == NONE:
+        return new
+    rows = [known] if isinstance(known, int) else known
+    if new % RANKS != rows[0] % RANKS:
+        return known if rows[0] % RANKS < new % RANKS else new
+    return known if rows[-1] == new else [*rows, new]
 
 
 class Difference(NamedTuple):
@@ -184,11 +210,18 @@ class Difference(NamedTuple):
     figure: str
     cause: str
     sign: str
-    calls: int
-    told: int
-    settled: int
-    least: int
-    most: int
+    calls: int = 0
+    told: int = 0
+    settled: int = 0
+    least: int = 0
+    most: int = 0
+
+    def with_call(self, told: int, settled: int) -> Difference:
+        """With one call more."""
+        least = most = told - settled
+        if self.calls:
+            least, most = min(self.least, least, key=abs), max(self.most, most, key=abs)
+        return Difference(*self[:5], self.calls + 1, self.told + told, self.settled + settled, least, most)
 
 
 NOT_CACHED = {"prompt-per-sample": "prompt", "aborted": "output"}
@@ -197,45 +230,108 @@ NOT_CACHED = {"prompt-per-sample": "prompt", "aborted": "output"}
 FIGURES = {"prompt": "prompt_tokens", "cached": "cached", "output": "output_tokens"}
 """The field of each figure, in what was told and in the ledger."""
 
+NO_CALL = -1
 
-def differences(usage: Usage) -> list[Difference]:
-    """The differences of all calls, most tokens first."""
-    found: dict[tuple[str, str, str, str, str], list[tuple[int, int]]] = {}
-    for row in usage.calls:
+
+class Usage:
+    """All calls of a log beside the calls of a trace: their sums, and each of them when it is asked for.
+
+    A call is taken by one line; one that says the same is a copy.
+    """
+
+    def __init__(self, told: ToldOfCalls, index: CallIndex) -> None:
+        self._told, self._index = told, index
+        self._calls = array("q")
+        """For each line the number of its call; NO_CALL: it is a copy, or tells of no call of the trace."""
+        self._verdicts = array("b")
+        """Its verdict: a place in :data:`VERDICTS`."""
+        self._left: list[tuple[int, int]] = []
+        """Calls that no line takes although one has their id: this line, and the call's number."""
+        self.verdicts: Counter[str] = Counter()
+        """Lines of the log, by verdict."""
+        self.causes: Counter[str] = Counter()
+        """Calls that differ, by cause."""
+        self._differences: dict[tuple[str, str, str, str, str], Difference] = {}
+        self._payers: dict[str, set[str]] = {}
+        """By the group of requests the tenants that pay."""
+        for row in self._reconciled():
+            self._calls.append(row.requests[0].number if row.requests else NO_CALL)
+            self._verdicts.append(VERDICTS.index(row.verdict))
+            self.verdicts[row.verdict] += 1
+            if row.causes:
+                self._add_causes(row)
+            if row.told.tenant and row.group:
+                self._payers.setdefault(row.group, set()).add(row.told.tenant)
+
+    def _reconciled(self) -> Iterator[Reconciled]:
+        """Each line beside its call."""
+        taken: dict[int, list[int]] = {}
+        """The lines that took a call, by its number, of ids that several calls or lines have."""
+        untraced: set[bytes] = set()
+        more_calls: dict[int, int] = {}
+        for place, told in enumerate(self._told):
+            every = self._index.calls(told.names)
+            free = [call for call in every if call[0].number not in taken]
+            if not free:
+                same = told._replace(line=0)
+                earlier = (at for call in every for at in taken[call[0].number])
+                text = b"" if every else _ENCODER.encode(same)
+                if text in untraced or any(self._told[at]._replace(line=0) == same for at in earlier):
+                    yield Reconciled(told, REPEATED, (), None, ())
+                    continue
+                if not every:
+                    untraced.add(text)
+            row = _row(told, free or every)
+            if row.requests:
+                taken.setdefault(row.requests[0].number, []).append(place)
+            if len(every) > 1:
+                more_calls |= {call[0].number: place for call in every}
+            yield row
+        self._left = [(place, number) for number, place in more_calls.items() if number not in taken]
+
+    def _add_causes(self, row: Reconciled) -> None:
         for cause in row.causes:
+            self.causes[cause] += 1
             figure = NOT_CACHED.get(cause, cause.removeprefix(f"{UNEXPLAINED} "))
             figure = figure if figure in FIGURES else "cached"
             told, settled = getattr(row.told, FIGURES[figure]), getattr(row.ledger, FIGURES[figure])
             if told is not None:
                 payer = row.told.tenant
                 key = payer, "" if payer else row.group, figure, cause, "+" if told > settled else "-"
-                found.setdefault(key, []).append((told, settled))
-    rows = [
-        Difference(
-            *key,
-            calls=len(pairs),
-            told=sum(told for told, _ in pairs),
-            settled=sum(settled for _, settled in pairs),
-            least=min((told - settled for told, settled in pairs), key=abs),
-            most=max((told - settled for told, settled in pairs), key=abs),
-        )
-        for key, pairs in found.items()
-    ]
-    return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:5]))
+                known = self._differences.get(key) or Difference(*key)
+                self._differences[key] = known.with_call(told, settled)
 
+    def calls(self, verdicts: Collection[str] = VERDICTS) -> Iterator[Reconciled]:
+        """The lines with these verdicts, each beside its call."""
+        wanted = {VERDICTS.index(each) for each in verdicts}
+        for place, (number, verdict) in enumerate(zip(self._calls, self._verdicts, strict=True)):
+            if verdict not in wanted:
+                continue
+            told = self._told[place]
+            if number == NO_CALL:
+                yield Reconciled(told, VERDICTS[verdict], (), None, ())
+            else:
+                yield _compared(told, self._call(told, number))
 
-def shared_groups(usage: Usage) -> dict[str, list[str]]:
-    """The groups by labels whose calls several tenants pay for, with these tenants."""
-    payers: dict[str, set[str]] = {}
-    for row in usage.calls:
-        if row.group and row.told.tenant:
-            payers.setdefault(row.group, set()).add(row.told.tenant)
-    return {group: sorted(found) for group, found in sorted(payers.items()) if len(found) > 1}
+    def unlogged(self) -> Iterator[list[CallRequest]]:
+        """Calls of the trace that no line of the log tells of, such as an attempt that a gateway repeated."""
+        for place, number in self._left:
+            yield self._call(self._told[place], number)
+        yield from self._index.others()
 
+    def _call(self, told: Told, number: int) -> list[CallRequest]:
+        return next(call for call in self._index.calls(told.names) if call[0].number == number)
 
-def _key(call: Sequence[CallRequest]) -> int:
-    """The index holds the accounts, so each has an identity of its own."""
-    return id(call[0].account)
+    @property
+    def differences(self) -> list[Difference]:
+        """The differences of all calls, most tokens first."""
+        rows = self._differences.values()
+        return sorted(rows, key=lambda row: (-abs(row.told - row.settled), row[:5]))
+
+    @property
+    def shared_groups(self) -> dict[str, list[str]]:
+        """The groups by labels whose calls several tenants pay for, with these tenants."""
+        return {group: sorted(found) for group, found in sorted(self._payers.items()) if len(found) > 1}
 
 
 def _row(told: Told, calls: list[list[CallRequest]]) -> Reconciled:
@@ -288,8 +384,8 @@ def _other_figures(call: list[CallRequest], counted: CallFigures) -> Iterator[tu
         yield "one-prompt", {each.cached for each in call}
     received = [each for each in call if each.role == DECODE]
     if received:
-        yield "transfer", {each.local + each.external for each in received}
-        yield "decode-engine", {each.local for each in received}
+        yield "transfer", {each.account.local + each.account.external for each in received}
+        yield "decode-engine", {each.account.local for each in received}
     yield "plan", {sum(each.account.plan) for each in call if each.account.plan is not None}
     yield (
         "engine-report",

@@ -64,10 +64,6 @@ class LifeStatement(msgspec.Struct, frozen=True):
     discarded: int
 
 
-NOTHING: dict[str, int] = {}
-"""Shared by the brief statements; nobody changes it."""
-
-
 class AccountStatement(msgspec.Struct, frozen=True):
     """The frozen account of one request. All counts are tokens, except ``preemptions``."""
 
@@ -815,8 +811,8 @@ class Account(msgspec.Struct, array_like=True, eq=False):
             waited += end - start
         return waited
 
-    def freeze(self, *, brief: bool = False) -> AccountStatement:
-        """The account as it stands now; ``brief``: without its lives and times, for those who hold many."""
+    def freeze(self) -> AccountStatement:
+        """The account as it stands now."""
         return AccountStatement(
             request=self.request,
             request_id=self.request_id,
@@ -832,7 +828,7 @@ class Account(msgspec.Struct, array_like=True, eq=False):
             scheduled=self.scheduled,
             first_prompt=self.first_prompt,
             first_output=self.first_output,
-            rework=NOTHING if brief else dict(self.rework),
+            rework=dict(self.rework),
             rejected=self.rejected,
             overrun=self.overrun,
             settlements=list(self.settlements),
@@ -842,17 +838,17 @@ class Account(msgspec.Struct, array_like=True, eq=False):
             loaded_again=self.loaded_again,
             promised=self.promised,
             loaded=self.loaded,
-            voided=NOTHING if brief and not self.voided else dict(self.voided),
-            discarded=NOTHING if brief else dict(self.discarded),
+            voided=dict(self.voided),
+            discarded=dict(self.discarded),
             suspense=self.suspense,
-            lives=[] if brief else [life_statement(life) for life in self.lives],
+            lives=[life_statement(life) for life in self.lives],
             traceparent=self.traceparent,
             transferred=self.transferred,
             remote_decode=self.remote_decode,
             remote_request=self.remote_request,
-            first_token=None if brief else _named(causes.FIRST_TOKEN, self.first_token),
-            queued=None if brief else _named(causes.QUEUE, self.queued),
-            output_time=None if brief else _named(causes.OUTPUT_TIME, self.output_time),
+            first_token=_named(causes.FIRST_TOKEN, self.first_token),
+            queued=_named(causes.QUEUE, self.queued),
+            output_time=_named(causes.OUTPUT_TIME, self.output_time),
             later_tokens=self.later_tokens,
         )
 

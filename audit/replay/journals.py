@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..analysis.calls import FoundRequests
+from ..analysis.calls import CallAccount, FoundRequests
 from ..analysis.source_differences import Reconciliation
 from ..checks.auditor import Found, Verdict, together
 from ..checks.coverage import Coverage, of_all
@@ -279,7 +279,9 @@ class RequestStatement:
         """The findings in this request."""
         self.began_seconds = audit.began_seconds
         """Unix time from which the journal's times count; None if no engine was seen to start."""
-        self.found = FoundRequests(self.account, audit.name, audit.kv_role, audit.began_seconds or 0.0)
+        self.found = FoundRequests(
+            CallAccount.of(account), audit.name, audit.kv_role, audit.began_seconds or 0.0
+        )
         """The account as a part of a client's call."""
         self.suffixed = audit.random_suffixes
         """Whether the engine's release appends random digits to ids."""

@@ -218,7 +218,8 @@ COLUMNS = ("prompt tokens", "local", "external", "computed", "unattained", "outp
 
 def answer_of_call(asked: str, statements: Sequence[RequestStatement]) -> Answer:
     """All requests that ``asked`` names: one line per request in CSV, their statements in JSON."""
-    calls = calls_of([each.found for each in statements], suffixed=statements[0].suffixed)
+    found = [each.found._replace(number=number) for number, each in enumerate(statements)]
+    calls = calls_of(found, suffixed=statements[0].suffixed)
     names = [name.replace(" ", "_") for name in COLUMNS]
     rows = (
         (
@@ -230,7 +231,6 @@ def answer_of_call(asked: str, statements: Sequence[RequestStatement]) -> Answer
         for each in call
     )
     sentences, parts = list[str](), list[Part]()
-    began = {id(each.account): each.began_seconds for each in statements}
     for number, call in enumerate(calls, 1):
         again = f", use {number} of {len(calls)} of this id" if len(calls) > 1 else ""
         once = figures(call)
@@ -239,7 +239,7 @@ def answer_of_call(asked: str, statements: Sequence[RequestStatement]) -> Answer
             f"Call {asked}: {made}{again}. {_once(once, paired=any(each.role for each in call))}"
         )
         parts.append(_requests(call))
-        parts += _transfers(call, began)
+        parts += _transfers(call, statements)
     return Answer(
         statements,
         sentences,
@@ -281,7 +281,7 @@ def _requests(call: Sequence[CallRequest]) -> Table:
     return Table(rows, ["request", "prompt", "sample", *COLUMNS, "outcome"])
 
 
-def _transfers(call: Sequence[CallRequest], began: Mapping[int, float | None]) -> Iterator[Table]:
+def _transfers(call: Sequence[CallRequest], statements: Sequence[RequestStatement]) -> Iterator[Table]:
     """Where the time of each handover from a prefill to a decode engine went."""
     for decode in call:
         if decode.role != DECODE:
@@ -289,13 +289,12 @@ def _transfers(call: Sequence[CallRequest], began: Mapping[int, float | None]) -
         prefill = next(
             (each for each in call if each.role == PREFILL and each.part[1:] == decode.part[1:]), None
         )
-        times = decode.account.first_token or {}
+        here, there = statements[decode.number], None if prefill is None else statements[prefill.number]
+        times = here.account.first_token or {}
         between = None
-        if prefill is not None and prefill.account.closed_at >= 0:
-            here, there = began[id(decode.account)], began[id(prefill.account)]
-            if here is not None and there is not None:
-                moments = prefill.account.closed_at, decode.account.added_at
-                between = here - there + (moments[1] - moments[0]) / 1e6
+        began, before = here.began_seconds, None if there is None else there.began_seconds
+        if began is not None and there is not None and before is not None and there.account.closed_at >= 0:
+            between = began - before + (here.account.added_at - there.account.closed_at) / 1e6
         phases = {
             "registered: from the end in the prefill engine to the arrival in the decode engine": between,
             "queued: waited there for its admission": _spent(times, causes.QUEUED),
@@ -314,9 +313,10 @@ def _spent(times: Mapping[str, int], cause: str) -> float | None:
 
 def _values(request: CallRequest) -> tuple[int, ...]:
     """The figures of :data:`COLUMNS`."""
+    account = request.account
     return (
-        request.account.prompt_tokens,
-        *(request.local, request.external, request.computed, request.unattained, request.output_tokens),
+        *(account.prompt_tokens, account.local, account.external, account.computed),
+        *(account.unattained, account.output_tokens),
     )
 
 

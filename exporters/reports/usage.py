@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,6 @@ from ...audit.analysis.usage import (
     Difference,
     Reconciled,
     Usage,
-    differences,
-    reconcile,
-    shared_groups,
 )
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.journals import each_account
@@ -62,21 +60,25 @@ COLUMNS = (
 
 def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
     """Reconcile the lines of a log with the calls in ``journals``."""
-    audits = [EngineAudit(path, [KeptAccounts], window=window) for path in journals]
     index: CallIndex | None = None
-    for audit in audits:
+    for path in journals:
+        audit = EngineAudit(path, [KeptAccounts], window=window, invariants=())  # accounts need no checks
+        audit.auditor.ledger.counted = lambda account: False  # nor sums
+        described, engine = None, ("", "", 0.0)
         for account in each_account(audit):
             if index is None:
                 index = CallIndex(log.told, suffixed=audit.random_suffixes)
-            began, tenant = audit.began_seconds or 0.0, tenant_of(account.labels)
-            index.add(account.freeze(brief=True), audit.name, audit.kv_role, began, tenant)
-    return reconcile(log.told, index or CallIndex(log.told, suffixed=True))
+            if described is not audit.engine or described is None:
+                described = audit.engine
+                engine = audit.name, audit.kv_role, audit.began_seconds or 0.0
+            index.add(account, *engine, tenant_of(account.labels))
+    return Usage(log.told, index or CallIndex(log.told, suffixed=True))
 
 
 def verdict(result: Usage) -> str:
     """``violated``: a difference is unexplained. ``unknown``: a call has no complete account, or none is
     told."""
-    verdicts = {row.verdict for row in result.calls}
+    verdicts = result.verdicts.keys()
     if UNEXPLAINED in verdicts:
         return "violated"
     return "unknown" if verdicts & {UNKNOWN, UNTRACED} or not verdicts else "clean"
@@ -87,9 +89,9 @@ CODES = {"clean": 0, "violated": 1, "unknown": 3}
 
 def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
     """The sums by verdict and cause, tokens told and settled by tenant, then the calls that differ."""
-    differ = [row for row in result.calls if row.verdict not in (EQUAL, REPEATED)]
-    shown = differ if verbose else differ[:SHOWN]
-    left = Words(f"{len(differ) - len(shown)} more; -v prints them.", DIM)
+    differ = [each for each in VERDICTS if each not in (EQUAL, REPEATED)]
+    shown = list(islice(result.calls(differ), None if verbose else SHOWN))
+    left = sum(result.verdicts[each] for each in differ) - len(shown)
     told = [
         (
             *(
@@ -101,7 +103,7 @@ def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
             ),
             *(signed(row.told - row.settled) or "0", of_a_call(row)),
         )
-        for row in differences(result)
+        for row in result.differences
     ]
     return Answer(
         result,
@@ -113,9 +115,9 @@ def answer(result: Usage, log: UsageLog, *, verbose: bool = False) -> Answer:
                 list(map(_cells, shown)),
                 "call | verdict | cause | prompt told | ledger | cached told | ledger | output told | ledger",
             ),
-            Lines([left] if len(differ) > len(shown) else []),
+            Lines([Words(f"{left} more; -v prints them.", DIM)] if left else []),
         ],
-        Records(COLUMNS, map(_cells, result.calls)),
+        Records(COLUMNS, map(_cells, result.calls())),
         lambda: data(result, log),
         CODES[verdict(result)],
     )
@@ -126,24 +128,22 @@ def _toned(cause: str) -> str:
 
 
 def _sentences(result: Usage, log: UsageLog) -> Iterator[str]:
-    counts = Counter(row.verdict for row in result.calls)
-    calls = counted(len(result.calls) - counts.pop(REPEATED, 0), "call")
+    counts = result.verdicts
+    calls = counted(counts.total() - counts[REPEATED], "call")
     parts = ", ".join(f"{counts[each]:,} {each}" for each in VERDICTS if counts[each] or each in VERDICTS[:3])
     tone = {"clean": GOOD, "violated": BAD, "unknown": DOUBT}[verdict(result)]
     yield Words(f"{calls} in the log: {parts}.", tone)
-    if result.unlogged:
-        ends = Counter(_outcome(call) for call in result.unlogged)
+    if ends := Counter(_outcome(call) for call in result.unlogged()):
         listed = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(ends.items()))
-        yield f"{counted(len(result.unlogged), 'call')} of the trace in no line of the log: {listed}."
-    repeated = sum(row.verdict == REPEATED for row in result.calls)
-    if repeated:
-        yield f"{counted(repeated, 'line')} of the log told of a call again; each call counts once."
-    if any(row.group for row in differences(result)):
+        yield f"{counted(ends.total(), 'call')} of the trace in no line of the log: {listed}."
+    if counts[REPEATED]:
+        yield f"{counted(counts[REPEATED], 'line')} of the log told of a call again; each call counts once."
+    if any(row.group for row in result.differences):
         yield (
             "A tenant with ? is a group of request ids or a cache salt, which a client can choose: the log "
             "does not say who pays. --tenant names its field that does."
         )
-    for group, payers in shared_groups(result).items():
+    for group, payers in result.shared_groups.items():
         yield f"Calls of group {group} are paid by {len(payers)} tenants: {', '.join(payers[:3])}."
     if log.free:
         yield f"{counted(log.free, 'call')} cost 0 in the log: the gateway has no price for the model."
@@ -157,8 +157,7 @@ def _outcome(call: Sequence[CallRequest]) -> str:
 
 
 def _causes(result: Usage) -> Iterator[tuple[object, ...]]:
-    counts = Counter(cause for row in result.calls for cause in row.causes)
-    for cause, count in counts.most_common():
+    for cause, count in result.causes.most_common():
         what, _, figure = cause.partition(" ")
         says = f"a {figure} figure that has no known cause" if what == UNEXPLAINED else SAYS[cause]
         yield _toned(cause), count, says
@@ -190,16 +189,15 @@ def _cells(row: Reconciled) -> tuple[Any, ...]:
 
 def data(result: Usage, log: UsageLog) -> dict[str, Any]:
     """The same as plain data."""
-    counts = Counter(row.verdict for row in result.calls)
     return {
         "verdict": verdict(result),
-        "calls": {each: counts[each] for each in VERDICTS},
-        "causes": dict(Counter(cause for row in result.calls for cause in row.causes)),
-        "differences": [row._asdict() for row in differences(result)],
-        "groups_of_several_tenants": shared_groups(result),
+        "calls": {each: result.verdicts[each] for each in VERDICTS},
+        "causes": dict(result.causes),
+        "differences": [row._asdict() for row in result.differences],
+        "groups_of_several_tenants": result.shared_groups,
         "unlogged": [
             {"call": call[0].part.call, "outcome": _outcome(call), "requests": len(call)}
-            for call in result.unlogged
+            for call in result.unlogged()
         ],
         "other_lines": log.other_lines,
         "first_other_line": log.first_other or None,
@@ -207,6 +205,6 @@ def data(result: Usage, log: UsageLog) -> dict[str, Any]:
         "rows": [
             dict(zip(COLUMNS, _cells(row), strict=True))
             | {"line": row.told.line, "told_written": row.told.written}
-            for row in result.calls
+            for row in result.calls()
         ],
     }

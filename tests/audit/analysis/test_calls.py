@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.audit.analysis.test_usage import PROMPT, account
 
-from kvledger.audit.analysis.calls import CallRequest, FoundRequests, calls_of, figures
+from kvledger.audit.analysis.calls import CallAccount, CallRequest, FoundRequests, calls_of, figures
 
 pytest.importorskip("vllm")
 
@@ -70,13 +71,10 @@ def test_a_used_again_id_makes_two_calls(folder: Path) -> None:
 
 
 def test_an_incomplete_account_makes_the_call_unknown(folder: Path) -> None:
-    requests: list[Any] = calls(folder, "a")[0]
-    open_one = requests[0].account.__class__(
-        **{name: getattr(requests[0].account, name) for name in requests[0].account.__struct_fields__}
-        | {"settlements": []}
-    )
+    requests = calls(folder, "a")[0]
+    incomplete = replace(requests[0].account, known=False)
 
-    assert not figures([requests[0]._replace(account=open_one), requests[1]]).known
+    assert not figures([requests[0]._replace(account=incomplete), requests[1]]).known
 
 
 def test_a_call_is_shown_with_its_requests_and_sum(folder: Path) -> None:
@@ -112,20 +110,21 @@ OUTPUT = 5
 def prefill(digits: int = 1, *counts: int, at: int = 1, **more: Any) -> FoundRequests:
     """A request that an engine prefills for another one."""
     one = account(f"cmpl-a-0-{digits:08x}", *counts, output=1, at=at, remote_decode=True, **more)
-    return FoundRequests(one, "prefill engine", "kv_both")
+    return FoundRequests(CallAccount.of(one), "prefill engine", "kv_both")
 
 
 def decode(digits: int = 2, *counts: int, at: int = 2, **more: Any) -> FoundRequests:
     """A request for which a prefill engine hands KV over."""
     one = account(f"cmpl-a-0-{digits:08x}", *(counts or (0, 96)), at=at, transferred=True, **more)
-    return FoundRequests(one, "decode engine", "kv_both")
+    return FoundRequests(CallAccount.of(one), "decode engine", "kv_both")
 
 
 def whole(
     digits: int = 3, *counts: int, engine: str = "a third engine", at: int = 3, **more: Any
 ) -> FoundRequests:
     """A request that one engine serves, under the same id."""
-    return FoundRequests(account(f"cmpl-a-0-{digits:08x}", *counts, at=at, **more), engine, "kv_both")
+    one = account(f"cmpl-a-0-{digits:08x}", *counts, at=at, **more)
+    return FoundRequests(CallAccount.of(one), engine, "kv_both")
 
 
 def ids(call: list[CallRequest]) -> list[str]:
@@ -140,7 +139,8 @@ def counted(*found: FoundRequests) -> tuple[int, int, int, dict[str, int]]:
     """Prompt, cached and output tokens of the only call, and what it does not count again."""
     (call,) = calls_of(found, suffixed=True)
     once = figures(call)
-    handled = sum(each.local + each.external + each.computed + each.output_tokens for each in call)
+    accounts = [each.account for each in call]
+    handled = sum(each.local + each.external + each.computed + each.output_tokens for each in accounts)
     assert handled == once.prompt_tokens + once.output_tokens + sum(once.not_counted.values())
     return once.prompt_tokens, once.cached, once.output_tokens, once.not_counted
 
@@ -184,15 +184,11 @@ def test_a_request_that_only_shares_the_id_is_a_call_of_its_own() -> None:
 
 
 def test_another_prompt_of_the_same_id_is_not_what_was_transferred() -> None:
-    shorter = account("cmpl-a-0-00000002", 0, 96, transferred=True, at=2)
+    other = decode()
 
     assert [["1"], ["2"]] == paired_calls(
-        prefill(), FoundRequests(type(shorter)(**_fields(shorter) | {"prompt_tokens": 101}), "e", "kv_both")
+        prefill(), other._replace(account=replace(other.account, prompt_tokens=101))
     )
-
-
-def _fields(one: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
 
 
 def test_the_id_that_the_connector_names_is_stronger_than_the_order() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 
-from kvledger.audit.analysis.usage import CallIndex, Told, Usage, differences, reconcile
+from kvledger.audit.analysis.usage import CallIndex, Told, ToldOfCalls, Usage
 from kvledger.audit.ledger.account import Account, AccountStatement, Settlement
 
 PROMPT = 100
@@ -48,15 +50,18 @@ def told(call: str, cached: int | None, prompt: int | None = PROMPT, output: int
     return Told((call,), prompt, cached, output, 1)
 
 
-def reconciled(log: list[Told], *accounts: AccountStatement) -> Usage:
-    index = CallIndex(log, suffixed=True)
-    for each in accounts:
-        index.add(each)
-    return reconcile(log, index)
+def reconciled(
+    log: list[Told], *accounts: AccountStatement, engines: Sequence[str] = (), tenants: Sequence[str] = ()
+) -> Usage:
+    told = ToldOfCalls(log)
+    index = CallIndex(told, suffixed=True)
+    for each, engine, tenant in zip_longest(accounts, engines, tenants, fillvalue=""):
+        index.add(each, engine, tenant=tenant)  # type: ignore[arg-type]
+    return Usage(told, index)
 
 
 def row(log: Told, *accounts: AccountStatement) -> tuple[str, tuple[str, ...]]:
-    (only,) = reconciled([log], *accounts).calls
+    (only,) = reconciled([log], *accounts).calls()
     return only.verdict, only.causes
 
 
@@ -105,8 +110,10 @@ def test_a_call_that_a_gateway_repeated_leaves_one_that_nobody_was_told_of() -> 
 
     result = reconciled([told("cmpl-a", 96)], first, second)
 
-    assert ["equal"] == [each.verdict for each in result.calls]
-    assert [["cmpl-a-0-00000001"]] == [[each.account.request_id for each in call] for call in result.unlogged]
+    assert ["equal"] == [each.verdict for each in result.calls()]
+    assert [["cmpl-a-0-00000001"]] == [
+        [each.account.request_id for each in call] for call in result.unlogged()
+    ]
 
 
 def test_two_lines_of_one_id_take_a_call_each() -> None:
@@ -114,8 +121,8 @@ def test_two_lines_of_one_id_take_a_call_each() -> None:
 
     result = reconciled([told("cmpl-a", 96), told("cmpl-a", 0)], *both)
 
-    assert ["equal", "equal"] == [each.verdict for each in result.calls]
-    assert [] == result.unlogged
+    assert ["equal", "equal"] == [each.verdict for each in result.calls()]
+    assert [] == list(result.unlogged())
 
 
 def test_calls_in_no_line_are_listed() -> None:
@@ -123,7 +130,7 @@ def test_calls_in_no_line_are_listed() -> None:
         [], account("cmpl-a-0-0a1b2c3d"), account("1_cmpl-a-0-0a1b2c3d"), account("17-0a1b2c3d")
     )
 
-    assert [2, 1] == [len(call) for call in result.unlogged]
+    assert [2, 1] == [len(call) for call in result.unlogged()]
 
 
 def test_the_first_known_id_of_a_line_counts() -> None:
@@ -138,10 +145,8 @@ def test_a_prompt_of_two_engines_counts_once() -> None:
     decode = account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True)
     log = told("cmpl-a", 32)
 
-    index = CallIndex([log], suffixed=True)
-    index.add(decode, "decode engine")
-    index.add(prefill, "a prefill engine")
-    (only,) = reconcile([log], index).calls
+    result = reconciled([log], decode, prefill, engines=["decode engine", "a prefill engine"])
+    (only,) = result.calls()
 
     assert only.ledger is not None
     assert ("equal", (2, 1, 100, 32, 5)) == (only.verdict, only.ledger[:5])
@@ -151,11 +156,11 @@ def test_a_prompt_of_two_engines_counts_once() -> None:
 def test_a_transfer_that_is_told_as_hits_is_explained() -> None:
     log = told("cmpl-a", 96)
 
-    index = CallIndex([log], suffixed=True)
-    index.add(account("cmpl-a-0-0a1b2c3d", 32, output=1), "a prefill engine")
-    index.add(account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True), "decode engine")
+    prefill = account("cmpl-a-0-0a1b2c3d", 32, output=1)
+    decode = account("cmpl-a-0-0a1b2c3e", 0, 96, transferred=True)
+    (only,) = reconciled([log], prefill, decode, engines=["a prefill engine", "decode engine"]).calls()
 
-    assert ("transfer",) == reconcile([log], index).calls[0].causes
+    assert ("transfer",) == only.causes
 
 
 def test_differences_are_summed_by_tenant_cause_and_sign() -> None:
@@ -165,21 +170,19 @@ def test_differences_are_summed_by_tenant_cause_and_sign() -> None:
         Told((f"cmpl-c{n}", f"c{n}"), PROMPT, 32 + cached, 5 + output, n)
         for n, (_, cached, output) in enumerate(rows)
     ]
-    index = CallIndex(log, suffixed=True)
-    for n, (tenant, _, _) in enumerate(rows):
-        index.add(account(f"cmpl-c{n}-0-0a1b2c3d", 32), tenant=tenant)
+    accounts = [account(f"cmpl-c{n}-0-0a1b2c3d", 32) for n in range(len(rows))]
 
     assert [
         ("", "a", "cached", "unexplained cached", "+", 30, 1440, 960, 16, 16),
         ("", "b", "cached", "unexplained cached", "+", 1, 72, 32, 40, 40),
         ("", "b", "cached", "unexplained cached", "-", 1, 29, 32, -3, -3),
         ("", "", "output", "unexplained output", "+", 1, 7, 5, 2, 2),
-    ] == differences(reconcile(log, index))
+    ] == reconciled(log, *accounts, tenants=[tenant for tenant, _, _ in rows]).differences
 
 
 def test_a_figure_that_nobody_was_told_is_no_difference_and_causes_have_their_figure() -> None:
     def of(log: Told, *accounts: AccountStatement) -> list[tuple[Any, ...]]:
-        return [each[2:8] for each in differences(reconciled([log], *accounts))]
+        return [each[2:8] for each in reconciled([log], *accounts).differences]
 
     assert [] == of(told("cmpl-a", None), one(64))
     assert [] == of(told("cmpl-a", 9), one(unknown="events are missing"))
