@@ -225,8 +225,7 @@ JOURNALS = Path(__file__).parents[2] / "audit/replay/journals"
 WINDOWS = [EVERYTHING, Window(BEGAN + 40), Window(BEGAN + 10, BEGAN + 60), Window(BEGAN + 1e6)]
 
 
-@pytest.mark.parametrize("step", [SECOND, 120 * SECOND], ids=["one hour", "many hours"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "step"), [(0, SECOND), (1, 120 * SECOND)], ids=["one hour", "many hours"])
 def test_kept_rows_that_are_continued_give_the_trace_of_the_journal(
     tmp_path: Path, seed: int, step: int
 ) -> None:
@@ -247,9 +246,8 @@ def test_kept_rows_that_are_continued_give_the_trace_of_the_journal(
     assert any(hash_id in unnamed for one in found.requests for hash_id in one.hashes)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_kept_rows_have_the_prefixes_and_the_block_use_of_the_journal(tmp_path: Path, seed: int) -> None:
-    engine = Engine(tmp_path, seed, step=20 * SECOND, blocks=16)
+def test_kept_rows_have_the_prefixes_and_the_block_use_of_the_journal(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 1, step=20 * SECOND, blocks=16)
     for steps in (200, 300, 20, 0):
         engine.run(steps)
         assert "" == compact(engine.path).problem
@@ -326,7 +324,7 @@ def test_kept_rows_outlive_their_journal(tmp_path: Path) -> None:
 
 def test_kept_rows_have_the_segments_that_rotation_removed(tmp_path: Path) -> None:
     engine = Engine(tmp_path, rotates=True)
-    for _ in range(10):
+    for _ in range(5):
         engine.run(500)
         compact(engine.path)
     assert 1 not in segments(engine.path)
@@ -389,7 +387,15 @@ def test_the_kept_rows_of_another_journal_with_the_same_name_are_not_used(tmp_pa
     assert whole(engine.path) == journal_trace(engine.path) != whole(tmp_path / "before")
 
 
-@pytest.mark.parametrize("archive", sorted(JOURNALS.glob("*blocks.tar.xz")), ids=lambda path: path.name[:-7])
+@pytest.mark.parametrize(
+    "archive",
+    [
+        pytest.param(
+            path, marks=() if "0.32.0-blocks" in path.name else pytest.mark.golden, id=path.name[:-7]
+        )
+        for path in sorted(JOURNALS.glob("*blocks.tar.xz"))
+    ],
+)
 def test_kept_rows_of_real_engines_give_the_trace_of_the_journal(tmp_path: Path, archive: Path) -> None:
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")

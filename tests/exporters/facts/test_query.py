@@ -57,14 +57,6 @@ def test_each_of_the_twenty_five_questions_of_the_page_has_an_answer(trace: Path
         assert 25 == len([question.words for question in QUESTIONS if found.answer(question.sql)[0]])
 
 
-def test_an_answer_has_the_sums_of_the_summary(trace: Path) -> None:
-    total = summarize([trace])[-1]
-
-    ((requests, local, rework),) = ask([trace], "select count(*), sum(local), sum(rework) from requests").rows
-
-    assert (total.requests, total.local, total.rework) == (requests, local, rework)
-
-
 def test_the_causes_of_a_figure_sum_to_it(trace: Path) -> None:
     for figure in ("rework", "voided", "discarded", "missed"):
         by_cause = f"select sum(tokens) from causes where figure = '{figure}'"
@@ -89,11 +81,7 @@ def test_verdicts_and_findings_are_rows(trace: Path) -> None:
         ("select 1; select 2", "A query is one SELECT, and this is SELECT, SELECT."),
         ("", "A query is one SELECT, and this is nothing."),
         ("select * from read_csv('/etc/passwd')", "disabled"),
-        ("select * from '/etc/passwd'", "passwd"),
-        ("select * from glob('/*')", "disabled"),
         ("set enable_external_access = true", "A query is one SELECT"),
-        ("attach '/tmp/other.db'", "A query is one SELECT"),
-        ("install httpfs", "A query is one SELECT"),
     ],
 )
 def test_anything_else_is_refused_with_a_sentence(trace: Path, sql: str, sentence: str) -> None:

@@ -77,7 +77,7 @@ def test_summary_and_why_are_those_of_a_replay_where_rows_were_removed(
         assert found == approximately(answers(folder, window, by))
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [EVERYTHING, WINDOWS[-1]])
 def test_the_report_has_the_figures_of_a_replay_where_rows_were_removed(folder: Path, window: Window) -> None:
     page = gather([folder], window=window)
     with not_compacted(folder):
