@@ -218,11 +218,7 @@ def test_roles_of_engines_join_what_no_router_marked() -> None:
 def test_samples_of_two_engines() -> None:
     """Each engine has two samples of the prompt, and the prefill engine's second one hits."""
     requests = [
-        each._replace(
-            account=type(each.account)(
-                **_fields(each.account) | {"request_id": f"{sample}_{each.account.request_id}"}
-            )
-        )
+        each._replace(account=replace(each.account, request_id=f"{sample}_{each.account.request_id}"))
         for sample in range(2)
         for each in (prefill(1, 96 * sample, at=1 + 2 * sample), decode(2, at=2 + 2 * sample))
     ]
