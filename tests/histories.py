@@ -35,7 +35,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvledger.audit.events import (
-    AdmissionFailed,
     Admitted,
     CacheReset,
     Census,
@@ -312,10 +311,6 @@ class Engine:
         self.events.append(LookedUp(self._at(), request, step, local))
         if external != 0:
             self.events.append(Matched(self._at(), request, step, local, external, asynchronous))
-
-    def fail_admission(self, request: int, reason: str, local: int, external: int) -> None:
-        step = self.step + 1
-        self.events.append(AdmissionFailed(self._at(), request, step, reason, local, external, 1))
 
     def leave_waiting(self, cause: str) -> None:
         self.events.append(LeftWaiting(self._at(), cause))

@@ -115,7 +115,7 @@ def test_kept_rows_the_page_and_the_metrics_have_the_turns_of_the_command(tmp_pa
 
 @pytest.mark.parametrize("blocks", [4_000, 110])
 @pytest.mark.parametrize("groups", GROUPS, ids="-".join)
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("seed", range(3))
 def test_each_block_that_full_attention_had_and_no_hit_covers_has_its_groups_cause(
     tmp_path: Path, groups: tuple[str, ...], blocks: int, seed: int
 ) -> None:

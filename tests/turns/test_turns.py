@@ -26,7 +26,7 @@ from kvledger.exporters.reports.page import gather
 from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.turns import sentence, turns
 
-SEEDS = range(2)
+SEEDS = range(6)
 
 
 def found(folder: Path) -> dict[str, Turn]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -182,13 +181,6 @@ def test_negative_planned_tokens_are_counted_separately() -> None:
     metrics = metrics_after(*events(200, "A40+-8 s168 o+ F"))
 
     assert ({"external": 8}, {"local": 40, "computed": 168}) == (metrics.planned_negative, metrics.planned)
-
-
-@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.title)
-def test_a_checkpoint_restores_an_equal_state(row: Any) -> None:
-    metrics = metrics_after(*row.events())
-
-    assert metrics == msgspec.msgpack.decode(msgspec.msgpack.encode(metrics), type=MetricsState)
 
 
 def test_requests_and_tokens_are_counted_under_the_same_verdicts() -> None:

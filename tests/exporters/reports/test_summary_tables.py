@@ -42,18 +42,13 @@ def tables(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("by", ["", ",".join(KEYS), r"request-(\d)"])
+@pytest.mark.parametrize("by", [",".join(KEYS), r"request-(\d)"])
 def test_tables_and_journals_give_the_same_rows(trace: Path, tables: Path, by: str) -> None:
     assert summarize([trace], by) == summarize([tables], by)
 
 
-@pytest.mark.parametrize(
-    "window",
-    [Window(BEGAN + 100e-6, None), Window(None, BEGAN + 100e-6), Window(BEGAN + 80e-6, BEGAN + 120e-6)],
-)
-def test_tables_and_journals_give_the_same_rows_in_a_window(
-    trace: Path, tables: Path, window: Window
-) -> None:
+def test_tables_and_journals_give_the_same_rows_in_a_window(trace: Path, tables: Path) -> None:
+    window = Window(BEGAN + 80e-6, BEGAN + 120e-6)
     of_tables = summarize([tables], "outcome", window=window)
     assert summarize([trace], "outcome", window=window) == of_tables
     assert 0 < of_tables[-1].requests < summarize([trace])[-1].requests

@@ -30,12 +30,6 @@ def test_the_causes_sum_to_all_misses(golden: Path) -> None:
     assert audit_paths([golden]).totals.first_prompt <= result.no_hit
 
 
-def test_hits_equal_those_of_an_audit(golden: Path) -> None:
-    result, totals = why([golden]), audit_paths([golden]).totals
-
-    assert (totals.prompt_tokens, totals.local + totals.external) == (result.prompt_tokens, result.hit)
-
-
 def test_several_processes_give_the_same_result(golden: Path) -> None:
     assert why([golden]) == why([golden], run=Processes(2))
 
