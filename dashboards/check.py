@@ -35,6 +35,7 @@ VARIABLES = {
     "$instance": ".+",
     "$engine": ".+",
     "$model_name": ".+",
+    "$product": ".+",
 }
 """The values that Grafana substitutes for *All*, over the last day."""
 

@@ -112,8 +112,8 @@ def test_a_stack_has_no_lines_because_that_of_a_zero_would_lie_on_top(built: dic
 
 
 @every_board
-def test_boards_link_to_each_other_and_are_tagged_for_vllm(built: dict[str, Any]) -> None:
-    assert {"kvledger", "vllm"} == set(built["tags"])
+def test_boards_link_to_each_other_and_are_tagged_for_both_engines(built: dict[str, Any]) -> None:
+    assert {"kvledger", "vllm", "sglang"} == set(built["tags"])
     own, *vllms = built["links"]
     assert ["kvledger"] == own["tags"] and own["includeVars"]
     assert {"?var-Deployment_id=${model_name:percentencode}"} == {link["url"][-46:] for link in vllms}
@@ -124,7 +124,7 @@ def test_boards_link_to_each_other_and_are_tagged_for_vllm(built: dict[str, Any]
 def test_variables(built: dict[str, Any]) -> None:
     names = [variable["name"] for variable in built["templating"]["list"]]
 
-    assert ["datasource", "job", "instance", "model_name", "engine", "docs"] == names
+    assert ["datasource", "job", "instance", "model_name", "product", "engine", "docs"] == names
 
 
 @every_board
