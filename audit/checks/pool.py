@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ledger.entries import Entry, SlotsKept, SlotsMissing
-from .registry import REMOVE_ENGINE, SGLANG_11970, SGLANG_22273, SGLANG_36855, Witness, invariant
+from .registry import REMOVE_ENGINE, SGLANG_11970, SGLANG_22273, Witness, invariant
 
 
 @invariant(
@@ -15,7 +15,7 @@ from .registry import REMOVE_ENGINE, SGLANG_11970, SGLANG_22273, SGLANG_36855, W
     message="{missing} of {size} slots are in no count after step {last_step}: {free} free, "
     "{evictable} cached, {protected} cached and used, {held} held by sessions, {uncached} of requests. "
     "{since}",
-    references=(SGLANG_11970, SGLANG_22273, SGLANG_36855),
+    references=(SGLANG_11970, SGLANG_22273),
     near_misses=(
         "a difference that the next account does not have: the engine was between two changes of its counts",
         "tokens that a streaming session holds between its turns",

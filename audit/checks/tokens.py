@@ -22,6 +22,7 @@ from ..ledger.entries import (
 )
 from .registry import (
     LMCACHE_2912,
+    SGLANG_36855,
     USUAL,
     VLLM_18955,
     VLLM_18957,
@@ -249,6 +250,7 @@ def balance(entry: Entry) -> Iterator[Witness]:
     unless=USUAL,
     message="The engine's count of computed tokens for request {request} fell from {ledger_tokens} to "
     "{computed_tokens} ({instant}), and no recorded event explains it.",
+    references=(SGLANG_36855,),
     near_misses=(
         "a preemption, rejected draft tokens, a failed load, or an edit of a session's prompt",
         "draft tokens of a step before a failed load that are all accepted",

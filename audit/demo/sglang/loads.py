@@ -100,6 +100,13 @@ def _session(plan: Plan) -> None:
     plan.messages[60].append(message("CloseSessionReqInput", session_id="s"))
 
 
+def _private(plan: Plan) -> None:
+    """A prompt of several chunks whose KV must not enter the tree: the warm-up of a prefill engine."""
+    tokens = _words(random.Random(2), 200)
+    plan.messages[0].append(request("private", tokens, 4, bootstrap_host="2.2.2.2", bootstrap_room=1))
+    plan.messages[60].append(request("later", tokens, 4))
+
+
 def _pause(plan: Plan) -> None:
     """A pause that retracts, a flush while the requests wait, and the end of the pause."""
     _shared(plan, requests=3, outputs=60)
@@ -158,6 +165,7 @@ LOADS = {
     "random": Load(_random, TIGHT | OVERLAP | {"max_total_tokens": 420}),
     "priority": Load(_priority, PRIORITY),
     "session": Load(_session, {"max_total_tokens": 1200, "enable_streaming_session": True}),
+    "private": Load(_private, {"max_total_tokens": 1200}),
     "pause": Load(_pause, OVERLAP),
     "pause-weights": Load(_pause_weights, OVERLAP),
     "turns": Load(_turns, {}),

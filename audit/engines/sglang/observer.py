@@ -19,7 +19,8 @@ the request is added to the waiting queue again.
 **An abort** has no call that every release makes through the scheduler's attribute: the dispatcher keeps
 bound methods from its construction on, and the engine itself aborts a request that finds no room. So when a
 step is chosen, the requests that are in no batch and no queue any more have ended. One that is aborted while
-it runs ends with its next output instead, as any other.
+it runs ends with its next output instead, as any other. A request that ran and is gone although nobody asked
+to abort it was lost by the engine: its outcome is unknown, and its client waits.
 
 Not observed, and refused: speculative decoding, prefill and decode on different engines, pipeline stages,
 diffusion models.
@@ -66,6 +67,9 @@ UPDATES = tuple(
 
 In 0.5.23 an object that can't be given a wrapper has them. There the message tells, and not the outcome.
 """
+
+ABORT = "AbortReq"
+"""The name of the message that asks to abort requests."""
 
 UPDATE = "UpdateWeight"
 """How the names of messages begin that ask for new weights."""
@@ -198,6 +202,8 @@ class SGLangObserver(Observer):
         """Open requests whose life was ended by a retraction."""
         self._host_tokens: dict[str, int] = {}
         """By open request: the tokens of its first life's prefix that came from the host or from storage."""
+        self._asked: set[str] = set()
+        """Open requests that a message asked to abort."""
         self._in_flight: deque[Delivery] = deque()
         """The steps whose outputs have not been taken, oldest first."""
         self._choosing = False
@@ -316,6 +322,10 @@ class SGLangObserver(Observer):
         """``process_input_requests`` is called, in an idle engine too."""
         if recv_reqs:
             self.weights.asked(recv_reqs)
+        for message in recv_reqs or ():
+            if type(message).__name__ == ABORT:  # it names all requests whose ids begin so
+                every, begins = getattr(message, "abort_all", False), message.rid or ""
+                self._asked.update(each for each in self._lives if every or each.startswith(begins))
 
     def queued(self, _: None, __: Any, req: Any, is_retracted: bool = False) -> None:
         """``_add_request_to_queue`` returned: a request is new, or one that ran waits again.
@@ -332,14 +342,15 @@ class SGLangObserver(Observer):
             return
         number = self.log.intern(request_id)
         self._lives[request_id] = Life(req, False)
+        # A prompt that is refused for its length has room for no output; 0.5.10 counts below zero.
+        outputs = req.sampling_params.max_new_tokens
         self.log.emit(
             ev.RequestAdded(
                 self.log.now(),
                 number,
                 cut_id(request_id),
                 len(req.origin_input_ids),
-                # A prompt that is refused for its length has room for no output.
-                req.sampling_params.max_new_tokens or None,
+                outputs if outputs is not None and outputs > 0 else None,
                 int(req.priority or 0),
                 labels=labels_of(req),
             )
@@ -468,6 +479,7 @@ class SGLangObserver(Observer):
         counts = NO_COUNT, NO_COUNT, NO_COUNT, sequence, outputs
         log.emit(ev.Finished(log.now(), log.ids[request_id], reason, *counts))
         del self._lives[request_id]
+        self._asked.discard(request_id)
         self._retracted.discard(request_id)
         self._host_tokens.pop(request_id, None)
         log.forget(request_id)
@@ -485,8 +497,10 @@ class SGLangObserver(Observer):
         present = {id(each) for each in batches if not (each.finished() or each.is_retracted)}
         present.update(map(id, self.scheduler.waiting_queue))
         for life in list(self._lives.values()):
-            if id(life.request) not in present:
-                self._ended(life.request, "aborted")
+            request = life.request
+            if id(request) not in present:
+                aborted = not life.runs or request.rid in self._asked or getattr(request, "to_finish", None)
+                self._ended(request, "aborted" if aborted else causes.UNKNOWN)
 
     def _present(self, chosen: Any) -> Iterator[Any]:
         """All requests that the scheduler has: waiting, in a batch, or in the middle of a prompt."""

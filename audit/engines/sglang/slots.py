@@ -48,7 +48,8 @@ def slots(scheduler: Any, requests: Iterable[Any], in_flight: Iterable[Any]) -> 
         uncached = _uncached_in_batches(scheduler, in_flight)
     free, evictable, protected = map(int, counts)
     size = int(scheduler.max_total_num_tokens)
-    return Slots(free, evictable, protected, _held(scheduler), uncached, size)
+    borrowed = {getattr(each, "req_pool_idx", None) for each in requests} - {None}
+    return Slots(free, evictable, protected, _held(scheduler, page, borrowed), uncached, size)
 
 
 def _uncached(request: Any, page: int, sessions: frozenset[int]) -> int:
@@ -83,10 +84,16 @@ def _session_records(cache: Any) -> frozenset[int]:
     return frozenset() if records is None else frozenset(id(each) for each in records().values())
 
 
-def _held(scheduler: Any) -> int:
-    """The slots that sessions hold."""
+def _held(scheduler: Any, page: int, borrowed: set[Any]) -> int:
+    """The slots that sessions hold. ``borrowed``: the rows of running requests, until 0.5.22."""
     observer = getattr(scheduler, "pool_stats_observer", None)  # since 0.5.13
     if observer is not None:
         return int(observer.session_held_tokens())
-    held = getattr(scheduler.tree_cache, "session_held_tokens", None)
-    return 0 if held is None else int(held())
+    cache = scheduler.tree_cache
+    if not hasattr(cache, "session_held_tokens"):
+        return 0
+    held = int(cache.session_held_tokens())
+    for slot in getattr(cache, "slots", {}).values():  # it counts what a running turn has, too
+        if slot.req_pool_idx in borrowed:
+            held -= -(-int(slot.kv_allocated_len) // page) * page - int(slot.cache_protected_len)
+    return held

@@ -16,6 +16,7 @@ from tests.engines.sglang.small_scheduler import Batch, Request, Scheduler
 from kvledger.audit import events as ev
 from kvledger.audit.engines import choose, host_version
 from kvledger.audit.engines.sglang.observer import SGLangObserver
+from kvledger.audit.engines.sglang.slots import slots
 from kvledger.audit.engines.v1_since_0_27 import V1Observer
 from kvledger.audit.entry import plugin
 from kvledger.audit.entry.attach import attach
@@ -77,6 +78,29 @@ def test_a_request_that_is_refused_is_not_opened() -> None:
     assert not events_of(audit, ev.RequestAdded)
 
 
+def test_a_prompt_that_is_refused_for_its_length_has_no_limit_of_outputs() -> None:
+    """0.5.10 gives the first such turn of a session room for less than no output."""
+    scheduler, request = Scheduler(), Request("a", outputs=-122)
+    audit = attach(scheduler)
+    scheduler._add_request_to_queue(request)
+
+    (added,) = events_of(audit, ev.RequestAdded)
+    assert added.max_tokens is None
+
+
+def test_slots_that_a_running_turn_has_of_its_session_are_not_held_too() -> None:
+    """Until 0.5.12 the cache's own count has them, and the request has them as well."""
+    scheduler, request = Scheduler(), Request("a", outputs=9)
+    borrowed, waits = (
+        SimpleNamespace(req_pool_idx=row, kv_allocated_len=8, cache_protected_len=2) for row in (1, 2)
+    )
+    cache = scheduler.tree_cache
+    cache.slots, cache.session_held_tokens = {"s": borrowed, "t": waits}, lambda: 12
+    parts = slots(scheduler, [request], ())
+
+    assert parts is not None and parts.held_slots == 6
+
+
 def test_requests_that_an_abort_takes_from_the_queue_have_ended() -> None:
     scheduler, stays = Scheduler(), Request("b")
     audit = attach(scheduler)
@@ -90,7 +114,10 @@ def test_requests_that_an_abort_takes_from_the_queue_have_ended() -> None:
     assert set(audit.ledger.living) == {1}
 
 
-def test_a_request_that_the_engine_aborts_for_lack_of_room_has_ended() -> None:
+@pytest.mark.parametrize(("to_finish", "outcome"), [("for lack of room", "aborted"), (None, "unknown")])
+def test_a_request_that_ran_and_is_gone_was_aborted_by_the_engine_or_lost(
+    to_finish: str | None, outcome: str
+) -> None:
     """It was retracted last, and is not put back into the queue; no message asked for its end."""
     scheduler, request, stays = Scheduler(), Request("a", outputs=9), Request("b", outputs=9)
     audit = attach(scheduler)
@@ -100,11 +127,11 @@ def test_a_request_that_the_engine_aborts_for_lack_of_room_has_ended() -> None:
     scheduler.get_next_batch_to_run()
     assert not events_of(audit, ev.Finished)
 
-    request.is_retracted = True
+    request.is_retracted, request.to_finish = True, to_finish
     scheduler.running_batch = Batch((stays, 8, 1), extends=False)
     scheduler.get_next_batch_to_run()
     (finished,) = events_of(audit, ev.Finished)
-    assert (finished.request, finished.reason) == (0, "aborted")
+    assert (finished.request, finished.reason) == (0, outcome)
 
 
 def test_a_request_that_is_aborted_in_its_prompt_ends_before_the_chunk_in_flight_is_delivered() -> None:
