@@ -39,7 +39,8 @@ SAYS = {
     "transfer": "KV that a prefill engine handed over, counted as hits",
     "decode-engine": "the decode engine's own hits; the prefill engine tells where the prompt came from",
     "engine-report": "what the engine reported for the request; kvledger show has its findings",
-    "not-told": "the server gave no cached figure; vLLM does with --enable-prompt-tokens-details",
+    "not-told": "the server gave no cached figure. vLLM does with --enable-prompt-tokens-details, SGLang's "
+    "OpenAI routes with --enable-cache-report, and neither for a request that never ran",
     "prompt-per-sample": "the prompt counted once for each sample",
     "aborted": "the client left before the last output tokens",
 }
