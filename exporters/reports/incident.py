@@ -1007,6 +1007,25 @@ def _times_as_long(before: Side, after: Side) -> float | None:
     return (after.busy_us / steps[1]) / (before.busy_us / steps[0]) if before.busy_us else None
 
 
+def loads_slow(change: Change) -> Cause | None:
+    """Asynchronous loads of as many tokens take longer, such as those from a prefill engine."""
+    waited = f"{causes.REMOTE_LOAD}_microseconds"
+    waits, rates = change.means(waited, "first_tokens"), change.shares(waited, "promised")
+    if waits is None or rates is None or not _rose(*waits, 1e3 * LEAST_MILLISECONDS):
+        return None
+    if rates[1] < TIMES * rates[0]:  # more tokens are loaded
+        return None
+    more = waits[1] * (1 - rates[0] / rates[1])
+    return Cause(
+        "slow-loads",
+        f"Loads of the KV connector are slower: requests wait {_ms(waits[1])} for them, {_ms(waits[0])} "
+        f"before; 1,000 promised tokens take {_ms(1e3 * rates[1])}, {_ms(1e3 * rates[0])} before.",
+        "Look at the network to the store or the prefill engine, and at how many loads run at once.",
+        "summary {path} --since {since}",
+        _undone(change, FIRST, lambda before, now: now - more),
+    )
+
+
 def starved(change: Change) -> Cause | None:
     """Less urgent requests wait longer, and urgent ones don't."""
     found = []
@@ -1168,6 +1187,7 @@ RULES: tuple[Rule, ...] = (
     drafts_rejected,
     restarted,
     slower,
+    loads_slow,
     flood,
     new_label,
     starved,

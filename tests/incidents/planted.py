@@ -176,6 +176,12 @@ PLANTED: Mapping[str, Incident] = {
         before=STORE,
         then=replace(STORE, failing=0.5),
     ),
+    "slow loads": Incident(
+        cause="slow-loads",
+        says="Loads of the KV connector are slower",
+        before=STORE,
+        then=replace(STORE, load_steps=12),
+    ),
     "router restarted": Incident(
         cause="routing", says="of requests go to the engine", before=THREE, then=replace(THREE, pinned=False)
     ),

@@ -53,6 +53,8 @@ class Plan:
     """Each tenant's requests go to one engine."""
     stored: int = 0
     """How many tokens of each prompt the connector's store holds."""
+    load_steps: int = 1
+    """Every how many steps loads end."""
     failing: float = 0.0
     """The share of loads that fail."""
     accepted: int | None = None
@@ -150,7 +152,7 @@ Queue = list[tuple[float, str, Plan]]
 class _Engine:
     def __init__(self, plan: Plan, began: float, place: int, dice: Random) -> None:
         self.plan, self.now, self.place, self.dice = plan, began, place, dice
-        self.sent = 0
+        self.sent = self.steps = 0
         self.failed: set[str] = set()
 
     def run(self, folder: Path, queue: Queue) -> float:
@@ -213,6 +215,7 @@ class _Engine:
             driver.abort(name)
 
     def _step(self, driver: Driver) -> None:
+        self.steps += 1
         scheduled = driver.schedule() if driver.scheduler.has_requests() else None
         tokens = scheduled.total_num_scheduled_tokens if scheduled else 0
         self.now += self.plan.fixed_step * self.dice.uniform(0.97, 1.03) + self.plan.token_seconds * tokens
@@ -222,7 +225,7 @@ class _Engine:
             failed = [load for load in loads if load.request_id in self.failed]
             transfers = {
                 "invalid_blocks": [load.block_ids[0][-1] for load in failed if load.block_ids[0]],
-                "finished_recving": "all",
+                "finished_recving": () if self.steps % self.plan.load_steps else "all",
                 "finished_sending": "all",
             }
         driver.output(accepted=self.plan.accepted, **transfers)

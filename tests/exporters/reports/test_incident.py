@@ -113,6 +113,7 @@ FIGURES = {
     "decode_own_microseconds": 40_000_000,
     "first_tokens": REQUESTS,
     "first_token_microseconds": REQUESTS * 20_000,
+    "remote_load_microseconds": REQUESTS * 2_000,
 }
 WORK = Work(steps=1_000, prefill_tokens=2_000, decode_requests=1_000)
 TENANTS = {
@@ -142,6 +143,12 @@ SIDE = Side(
 
 def figures(**more: int) -> Side:
     return replace(SIDE, figures={**FIGURES, **more})
+
+
+def loading(wait: int, promised: int = 2_000) -> Side:
+    """First tokens are as much later as the loads, of as many tokens, take longer."""
+    waits = {"first_token_microseconds": 18_000 + wait, "remote_load_microseconds": wait}
+    return figures(promised=promised, **{name: REQUESTS * us for name, us in waits.items()})
 
 
 def hits(local: int, **more: object) -> Side:
@@ -224,6 +231,7 @@ BOTH_SIDES = {
     "longer-outputs": (busier(figures(first_output=1_600)), busier(figures(first_output=1_200))),
     "routing": (hits(7_000, by_engine=spread(50)), replace(SIDE, by_engine=spread(50))),
     "slow-steps": (replace(SIDE, busy_us=60_000_000), replace(SIDE, busy_us=44_000_000)),
+    "slow-loads": (loading(22_000), loading(22_000, promised=20_000)),
     "starved": (queued(50_000), queued(6_000)),
     "prefix": (missed(3_000, 1_000), missed(1_200, 1_000)),
     "evicted": (missed(1_000, 3_000), missed(1_000, 1_200)),
