@@ -54,6 +54,20 @@ AT_ENDS = LIMITED.replace(
 )
 LARGER = LIMITED.replace("{limit}", "found[1] // (3 * size) * (3 * size)")
 
+NEXT_HASHED = """
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Uncounted
+
+keys = kv_cache_utils.generate_block_hash_extra_keys
+
+def with_next(request, start, end, place):
+    found, place = keys(request, start, end, place)
+    return (*(found or ()), *request.all_token_ids[end : end + 1]), place
+
+kv_cache_utils.generate_block_hash_extra_keys = with_next
+"""
+"""The same of one whose block hashes cover the next token, too, as those of a drafter that reads it."""
+
 
 class Served(Engine):
     """A server without kvledger, with its own options instead of a connector."""
@@ -141,6 +155,7 @@ PLANTED = {
     "two engines": Planted("spread", different, {"data-parallel-size": 2}),
     "a drafter's last block": Planted("last-unit-dropped", different, {}, (DETAILS,), DROPPED),
     "states where prompts ended": Planted("few-states", different, {}, (DETAILS,), AT_ENDS),
+    "hashes of the next token": Planted("next-token-hashed", different, {}, (DETAILS,), NEXT_HASHED),
     "hits of three blocks": Planted("larger-unit", different, {}, (DETAILS,), LARGER),
     "a plugin": Planted("not-counted", equal, {}, (DETAILS,), UNCOUNTED),
 }
