@@ -10,11 +10,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.packaging.test_one_opener import ROOT, tree
 
 
 def is_sentence(statement: ast.stmt | None) -> bool:
@@ -78,7 +76,7 @@ def test_every_public_attribute_is_said_in_a_sentence(folder: str) -> None:
     assert [] == [
         f"{path.relative_to(ROOT)}: {cls.name}.{name}"
         for path in sorted((ROOT / folder).glob("*.py"))
-        for cls in ast.walk(ast.parse(path.read_text()))
+        for cls in ast.walk(tree(path))
         if isinstance(cls, ast.ClassDef)
         for name in sorted(unsaid(cls))
     ]

@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.packaging.test_one_opener import ROOT, sources
+from tests.packaging.test_one_opener import ROOT, sources, tree
 
 NAME = re.compile(r"v_?llm|sglang", re.IGNORECASE)
 
@@ -56,7 +56,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_these_places_name_an_engine() -> None:
-    found = {str(path.relative_to(ROOT)): set(named(ast.parse(path.read_bytes()))) for path in sources()}
+    found = {str(path.relative_to(ROOT)): set(named(tree(path))) for path in sources()}
     elsewhere = {path: names for path, names in found.items() if names and not path.startswith(tuple(PLACES))}
     unused = [place for place in PLACES if not any(found[path] for path in found if path.startswith(place))]
     assert (elsewhere, unused) == ({}, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,12 @@ def opens(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file; several tests of this folder read all of them."""
+    return ast.parse(path.read_bytes())
+
+
 def sources() -> Iterator[Path]:
     for folder in ("audit", "exporters"):
         yield from sorted((ROOT / folder).rglob("*.py"))
@@ -61,7 +68,7 @@ def sources() -> Iterator[Path]:
 def test_one_function_opens_every_file_beside_journals() -> None:
     found: dict[str, list[int]] = {}
     for path in sources():
-        lines = list(opens(ast.parse(path.read_bytes())))
+        lines = list(opens(tree(path)))
         if lines:
             found[str(path.relative_to(ROOT))] = lines
 

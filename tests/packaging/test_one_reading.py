@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.packaging.test_one_opener import ROOT, sources, tree
 
 LOOP = "audit/replay/engine_audit.py"
 """``EngineAudit.batches``: every reader that needs accounts, findings or sums goes on from there."""
@@ -31,10 +30,8 @@ WITHOUT_AN_AUDIT = {
 
 def test_every_place_that_opens_a_journal_says_for_what() -> None:
     found = set()
-    for path in ROOT.rglob("*.py"):
-        name = str(path.relative_to(ROOT))
-        if name.startswith(("audit/", "exporters/", "dashboards/", "cli")):
-            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-            if any(isinstance(call.func, ast.Name) and call.func.id == "Reader" for call in calls):
-                found.add(name)
+    for path in [*sources(), *(ROOT / "dashboards").rglob("*.py")]:
+        calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        if any(isinstance(call.func, ast.Name) and call.func.id == "Reader" for call in calls):
+            found.add(str(path.relative_to(ROOT)))
     assert found == {LOOP, *FOR_THE_LOOP, *WITHOUT_AN_AUDIT}

@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.packaging.test_one_opener import ROOT, sources
+from tests.packaging.test_one_opener import ROOT, sources, tree
 
 PLACES: dict[str, dict[str, str]] = {
     "source": {
@@ -131,7 +131,7 @@ def _is_made(node: ast.AST) -> bool:
 def test_every_place_says_what_escapes_its_text() -> None:
     found: dict[str, set[str]] = {}
     for path in [*sources(), *sorted((ROOT / "dashboards").rglob("*.py"))]:
-        for language in languages(ast.parse(path.read_bytes())):
+        for language in languages(tree(path)):
             found.setdefault(language, set()).add(str(path.relative_to(ROOT)))
 
     assert {language: {*files} for language, files in PLACES.items()} == found
@@ -141,7 +141,7 @@ def test_each_function_that_escapes_is_called() -> None:
     for files in PLACES.values():
         for file, why in files.items():
             if why.endswith("()"):
-                nodes = list(ast.walk(ast.parse((ROOT / file).read_bytes())))
+                nodes = list(ast.walk(tree(ROOT / file)))
                 calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
                 names = {call.rpartition(".")[2] for call in calls}
                 passed = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -151,7 +151,7 @@ def test_each_function_that_escapes_is_called() -> None:
 
 
 def test_no_template_turns_escaping_off() -> None:
-    for path in ROOT.rglob("exporters/**/*.html.j2"):
+    for path in (ROOT / "exporters").rglob("*.html.j2"):
         assert not re.search(r"\|\s*safe|autoescape", path.read_text()), path
 
 
