@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.scenarios.corpus import SCENARIOS
 from tests.scenarios.driving import start
 from vllm.v1.request import RequestStatus
 
@@ -28,17 +27,6 @@ def prefill_split(driver: Driver, request_id: str) -> tuple[int, int, int]:
 
 def finish_reason(driver: Driver, request_id: str) -> Any:
     return driver.delivered[request_id][-1].finish_reason
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_scenario_leaves_the_engine_idle(name: str) -> None:
-    driver = SCENARIOS[name]()
-
-    pool = driver.scheduler.kv_cache_manager.block_pool
-    assert not driver.scheduler.requests
-    assert not driver.in_flight
-    assert not driver.runner.loading
-    assert driver.setup.blocks - 1 == pool.get_num_free_blocks()  # one is the null block
 
 
 def test_a_longer_prompt_of_a_family_continues_the_shorter() -> None:
