@@ -308,32 +308,29 @@ def test_a_host_that_differs_is_refused_with_nothing_wrapped(hook: Hook, message
     assert "load" not in vars(host.part)
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_a_listed_parameter_that_is_an_iterator_reaches_host_and_observer(timed: bool) -> None:
-    class Adding(Host):
-        def run(self, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
-            return sum(tokens)
+class Adding(Host):
+    def run(self, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
+        return sum(tokens)
 
-    host, watcher = Adding(), Watcher()
-    ours = hooks((RUN._replace(before="", listed="tokens"),), host, watcher)
-    ours.time(timed)
 
-    assert host.run(iter([1, 2])) == 3
-    assert [(None, 3, ([1, 2], False), {})] == watcher.seen
+class AddingByName(Host):
+    def run(self, *, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
+        return sum(tokens)
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_listed_parameter_may_be_keyword_only(timed: bool) -> None:
-    class Strict(Host):
-        def run(self, *, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
-            return sum(tokens)
-
-    host, watcher = Strict(), Watcher()
-    ours = hooks((RUN._replace(before="", listed="tokens"),), host, watcher)
+@pytest.mark.parametrize(
+    ("host", "seen"), [(Adding, (([1, 2], False), {})), (AddingByName, ((), {"tokens": [1, 2]}))]
+)
+def test_a_listed_parameter_that_is_an_iterator_reaches_host_and_observer(
+    host: type[Any], seen: tuple[Any, ...], timed: bool
+) -> None:
+    adding, watcher = host(), Watcher()
+    ours = hooks((RUN._replace(before="", listed="tokens"),), adding, watcher)
     ours.time(timed)
 
-    assert host.run(tokens=iter([1, 2])) == 3
-    assert [(None, 3, (), {"tokens": [1, 2]})] == watcher.seen
+    assert adding.run(tokens=iter([1, 2])) == 3
+    assert [(None, 3, *seen)] == watcher.seen
 
 
 class Forwards(Host):
@@ -418,10 +415,6 @@ def test_an_argument_that_only_the_override_has_reaches_the_host_and_not_the_obs
 
 
 def test_an_override_may_forward_a_listed_parameter() -> None:
-    class Adding(Host):
-        def run(self, tokens: Any, fast: bool = False) -> int:  # type: ignore[override]
-            return sum(tokens)
-
     class ForwardsIt(Adding):
         def run(self, *args: Any, **kwargs: Any) -> int:  # type: ignore[override]
             return super().run(*args, **kwargs)

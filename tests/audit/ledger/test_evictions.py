@@ -67,23 +67,24 @@ def causes(account: Account, groups: Groups | None = None) -> dict[str, int]:
 # --- the real scheduler ---------------------------------------------------------------------------
 
 
-def test_blocks_replaced_by_another_request_were_evicted() -> None:
+@pytest.mark.parametrize(
+    ("level", "shared", "missed"),
+    [
+        ("blocks", 50, {"evicted": 32}),
+        ("blocks", 0, {"never_seen": 48}),
+        ("tokens", 50, {"not_knowable": 32}),
+    ],
+)
+def test_only_cached_blocks_that_another_request_replaced_were_evicted(
+    level: str, shared: int, missed: dict[str, int]
+) -> None:
     """Of eleven blocks b allocates nine, among them the last two of a's three."""
-    engine = Watched()
+    engine = Watched(level)
     engine.run("a", 50)
     engine.run("b", 150)
-    engine.run("c", 50, shares=("a", 50))
+    engine.run("c", 50, shares=("a", shared))
 
-    assert {"evicted": 32, "below_block": 2} == engine.causes("c")
-
-
-def test_tokens_never_cached_were_not_evicted() -> None:
-    engine = Watched()
-    engine.run("a", 50)
-    engine.run("b", 150)
-    engine.run("c", 50)
-
-    assert {"never_seen": 48, "below_block": 2} == engine.causes("c")
+    assert {**missed, "below_block": 2} == engine.causes("c")
 
 
 def test_what_was_cached_before_the_observation_may_have_been_seen() -> None:
@@ -113,15 +114,6 @@ def test_a_hash_that_covers_the_next_token_does_not_tell_whether_the_tokens_were
     found = list(missed_ranges(account, BLOCK, lookahead=True))
     assert [(32, 48, "next_token"), (48, 64, "never_seen"), (64, 66, "below_block")] == found
     assert {"never_seen": 32, "below_block": 2} == causes(account)
-
-
-def test_level_tokens_does_not_know_evictions() -> None:
-    engine = Watched(level="tokens")
-    engine.run("a", 50)
-    engine.run("b", 150)
-    engine.run("c", 50, shares=("a", 50))
-
-    assert {"not_knowable": 32, "below_block": 2} == engine.causes("c")
 
 
 def test_second_request_after_an_eviction_hits_again() -> None:

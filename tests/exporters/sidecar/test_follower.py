@@ -543,14 +543,10 @@ def test_a_path_without_a_journal_is_an_error(tmp_path: Path, name: str) -> None
         Follower(tmp_path / name)
 
 
-def test_a_single_segment_is_followed_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_single_journal_or_segment_is_followed(tmp_path: Path) -> None:
     journal = journals.clean(tmp_path / "engine")
     with following(journal / "00000001.kvl", folder=None) as follower:
         assert 1 == ended(follower)
-
-
-def test_a_single_journal_is_followed(tmp_path: Path) -> None:
-    journal = journals.clean(tmp_path / "engine")
     for _ in range(2):
         with following(journal) as follower:
             assert 1 == ended(follower)
