@@ -1086,6 +1086,9 @@ def conformance(
         "The connector reads from another engine, not from a store: one prefills what it loads. "
         "Implied for NixlConnector.",
     ),
+    drawn: int | None = option(
+        "--drawn N", "How many random histories to drive beside the fixed situations, under each scheduler."
+    ),
     keys: bool = option(
         "--keys",
         "Instead, print which differences between two requests part their KV in the connector's store; "
@@ -1109,7 +1112,7 @@ def conformance(
     if not connector:
         raise LedgerError("Name a connector, or give --keys.")
     whole = verbose or format == "markdown"  # a page lists clean situations too
-    return report.run(connector, module, options, disaggregated or None, verbose=whole)
+    return report.run(connector, module, options, disaggregated or None, drawn, verbose=whole)
 
 
 @further(

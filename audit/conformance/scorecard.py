@@ -1,4 +1,4 @@
-"""The score card of a connector: fixed situations, whether each came about, and what went wrong in each.
+"""The score card of a connector: situations, whether each came about, and what went wrong in each.
 
 Every situation has engines of its own: the real scheduler, the connector's scheduler side and its
 worker side (`worker`), and a store that earlier requests of the situation filled through the connector
@@ -10,6 +10,9 @@ judged. A situation that ends with an exception, of the scheduler or of the conn
 
 Where a connector fails, the connector that it inherits from is driven through the same situation. What goes
 wrong there too is known, and not held against the connector.
+
+After the fixed situations come drawn ones. The first that fails is shrunk: what the finding does not need is
+left out, and the card has what remains.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import contextlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +36,7 @@ from ..checks.registry import Violation
 from ..errors import LedgerError
 from ..ledger.account import Account
 from .connector_classes import FOLDER, RECIPES, Connector, find_connector
-from .situations import SITUATIONS, Situation
+from .situations import SITUATIONS, Drawn, Situation, draw
 from .worker import ObservedEngines
 
 Outcome = Literal["clean", "violated", "unknown", "not reached", "broke", "inherited"]
@@ -41,6 +44,9 @@ PACKAGES = ("lmcache", "mooncake", "nixl")
 """Packages whose versions a card names beside vLLM's, where they are loaded."""
 DISAGGREGATED = frozenset({"MooncakeConnector", "NixlConnector", "NixlPullConnector"})
 """Known connectors that read KV from another engine and have no store."""
+
+DRAWN = 40
+"""How many situations are drawn for each scheduler."""
 
 VLLM_FAULTS = dict.fromkeys(("tokens/in-flight", "tokens/without-token"), "load fails")
 """Findings that vLLM itself causes with any connector (docs/reference/findings.md): by id, the beginning of
@@ -94,8 +100,9 @@ def score(
     options: Mapping[str, Any] | None = None,
     on_result: Callable[[SituationResult], None] = lambda _: None,
     disaggregated: bool | None = None,
+    drawn: int = DRAWN,
 ) -> ScoreCard:
-    """Drive a connector through every situation under the sync and the async scheduler.
+    """Drive a connector through every situation under the sync and the async scheduler, and drawn ones.
 
     ``connector`` is a name that vLLM registers, or that of a class in ``module``. ``disaggregated``: a second
     engine prefills what requests load; by default this holds for the connectors of
@@ -119,8 +126,55 @@ def score(
                     result = _without_inherited(result, of_base, base.name)
                 results.append(result)
                 on_result(result)
+        for asynchronous in (False, True) if drawn else ():
+            results.append(_drawn(driven, asynchronous, paired, range(drawn)))
+            on_result(results[-1])
     limits = "" if recipe is None else recipe.limits
     return ScoreCard(known, versions(), metadata, results, paired, limits)
+
+
+def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequence[int]) -> SituationResult:
+    """The result of drawn situations: the first that fails, shrunk, or all of them."""
+
+    def drive(history: Drawn) -> SituationResult:
+        situation = Situation(f"drawn: {history}", history.drive, bool)
+        result, _ = _in_own_store(situation, connector, asynchronous, paired)
+        if result.problems and connector.base is not None:
+            of_base, _ = _in_own_store(situation, connector.base, asynchronous, paired)
+            result = _without_inherited(result, of_base, connector.base.name)
+        return result
+
+    external = served = 0
+    for seed in seeds:
+        result = drive(history := draw(seed))
+        if result.outcome in ("violated", "broke"):
+            return _shrunk(history, result, drive)
+        external, served = external + result.external_tokens, served + result.served_tokens
+    return msgspec.structs.replace(
+        result,
+        situation=f"{len(seeds)} drawn histories",
+        outcome="clean" if external else "not reached",
+        external_tokens=external,
+        served_tokens=served,
+    )
+
+
+def _shrunk(
+    history: Drawn, result: SituationResult, drive: Callable[[Drawn], SituationResult]
+) -> SituationResult:
+    """The result of the smallest history found that fails in the same way."""
+    smaller = history.smaller()
+    for each in smaller:
+        again = drive(each)
+        if again.outcome == result.outcome and _kinds(again) & _kinds(result):
+            return _shrunk(each, again, drive)
+    return result
+
+
+def _kinds(result: SituationResult) -> set[str]:
+    """What kinds of problems there are: invariants, exceptions, or wrong KV."""
+    words = (problem.partition(":")[0] for problem in result.problems)
+    return {"wrong KV" if word.startswith("Request ") else word for word in words}
 
 
 def _in_own_store(

@@ -3,12 +3,17 @@
 Each situation fills the store through the connector itself: a request runs to its end, and then the
 local prefix cache is emptied. Whether the situation came about is read from the events, never from the
 connector.
+
+A drawn situation is a random history: prompts that share beginnings of any length, steps of any budget,
+aborts, preemptions and resets. Nobody chose it, so it also meets what the fixed ones do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol
 
 from .. import events as ev
 
@@ -259,3 +264,100 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("chunked save aborted midway", saved_in_chunks, _hit),
     Situation("new engine on the same store", new_engine, _hit),
 )
+
+
+# --- drawn situations -------------------------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """One operation on the engine of a drawn situation. ``shared``: tokens of the prompt of ``of``."""
+
+    do: Literal["add", "step", "abort", "preempt", "reset", "empty"]
+    name: str = ""
+    tokens: int = 0
+    of: str = ""
+    shared: int = 0
+    output: int = 1
+
+    def __str__(self) -> str:
+        shares = f" ({self.shared} of {self.of})" if self.shared else ""
+        return {
+            "add": f"add {self.name}: {self.tokens} tokens{shares}, {self.output} out",
+            "step": f"step {self.tokens} times",
+            "empty": "let all end, and reset the local cache",
+            "reset": "reset the local cache of running requests",
+        }.get(self.do, f"{self.do} {self.name}")
+
+
+class Drawn(NamedTuple):
+    """A drawn situation. ``budget``: tokens of a step; ``blocks``: blocks of the local cache."""
+
+    budget: int
+    blocks: int
+    operations: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        words = "; ".join(map(str, self.operations))
+        return f"steps of {self.budget} tokens, {self.blocks} blocks: {words}"
+
+    def drive(self, engines: EngineStarter, setup: SetupOptions) -> None:
+        """Do all of it, and let every request end."""
+        driver = engines.start(**{**setup, "max_batched_tokens": self.budget, "blocks": self.blocks})
+        for each in self.operations:
+            living = each.name in driver.scheduler.requests
+            match each.do:
+                case "add":
+                    shares = (each.of, each.shared) if each.shared else None
+                    driver.add(each.name, each.tokens, each.output, shares=shares)
+                case "step":
+                    for _ in range(each.tokens):
+                        driver.step()
+                case "empty":
+                    driver.run()
+                    driver.reset_prefix_cache()
+                case "reset":
+                    with contextlib.suppress(RuntimeError):  # vLLM refuses while a request waits for its load
+                        driver.reset_prefix_cache(running=True)
+                case "abort" if living:
+                    driver.abort(each.name)
+                case "preempt" if living:
+                    _preempt(driver, each.name)
+        driver.run()
+
+    def smaller(self) -> Iterator[Drawn]:
+        """The same history with less of one operation, or without it."""
+        for place, each in enumerate(self.operations):
+            before, after = self.operations[:place], self.operations[place + 1 :]
+            yield self._replace(operations=before + after)
+            if each.tokens > 1:
+                half = each._replace(tokens=max(1, each.tokens // 2), shared=each.shared // 2)
+                yield self._replace(operations=(*before, half, *after))
+
+
+_PROMPT = 150
+"""Most tokens of a drawn prompt."""
+_OFTEN = ("add", "add", "add", "add", "step", "step", "step", "empty", "empty", "abort", "preempt", "reset")
+
+
+def draw(seed: int) -> Drawn:
+    """The drawn situation of a seed."""
+    dice = random.Random(seed)
+    operations: list[Operation] = []
+    names: list[str] = []
+    for _ in range(dice.randint(8, 24)):
+        match dice.choice(_OFTEN):
+            case "step":
+                operations.append(Operation("step", tokens=dice.randint(1, 6)))
+            case "reset" | "empty" as do:
+                operations.append(Operation(do))
+            case "abort" | "preempt" as do if names:
+                operations.append(Operation(do, dice.choice(names)))
+            case _:
+                name, tokens = f"r{len(names) + 1}", dice.randint(1, _PROMPT)
+                names.append(name)
+                shared = dice.choice((tokens, dice.randint(1, tokens)))
+                operations.append(
+                    Operation("add", name, tokens, dice.choice("ab"), shared, dice.choice((1, 2, 9, 40)))
+                )
+    budget = dice.choice((17, 24, 40, 48, 100, 8192))
+    return Drawn(budget, dice.choice((14, 24, 64)), tuple(operations))

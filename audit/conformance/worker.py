@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -60,7 +61,9 @@ class Worker:
     """The KV cache: a tensor per layer."""
     block_size: int
     blocks: dict[str, list[int]] = field(default_factory=dict)
-    """Block table by request id."""
+    """Block table by request id, after the last scheduled step."""
+    tables: deque[dict[str, list[int]]] = field(default_factory=deque)
+    """The block tables of each step in flight, the oldest first: a request may have others since."""
     sequences: dict[str, Any] = field(default_factory=dict)
     """vLLM's Request by request id."""
     wrong_kv: list[WrongKV] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Worker:
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             ids = list(more[0]) if more else []
             self.blocks[name] = ids if name in resumed else [*self.blocks[name], *ids]
+        self.tables.append({name: self.blocks[name] for name in step.scheduled.num_scheduled_tokens})
 
     def run(self, step: ModelStep, broken: frozenset[int]) -> dict[str, Any]:
         """Execute a step; returns the fields of vLLM's KVConnectorOutput. ``broken``: blocks never loaded."""
@@ -118,6 +122,7 @@ class Worker:
             for layer in self.layers.values():
                 layer[block] = -1
         self._execute(step, broken)
+        self.tables.popleft()
         for name, layer in self.layers.items():
             connector.save_kv_layer(name, layer, None)
         if not load_first:
@@ -137,14 +142,14 @@ class Worker:
 
     def _execute(self, step: ModelStep, broken: frozenset[int]) -> None:
         """Check the KV under each admitted request, then write the checksums of the scheduled tokens."""
-        starts = _starts(step)
+        starts, tables = _starts(step), self.tables[0]
         for name, count in step.scheduled.num_scheduled_tokens.items():
             start = starts[name]
             sums = _checksums(list(self.sequences[name].all_token_ids)[: start + count])
-            if name in step.admitted and not broken.intersection(self.blocks[name]):
+            if name in step.admitted and not broken.intersection(tables[name]):
                 self._check(name, sums[:start])
             for position, value in enumerate(sums[start:], start):
-                block, offset = self.blocks[name][position // self.block_size], position % self.block_size
+                block, offset = tables[name][position // self.block_size], position % self.block_size
                 for number, layer in enumerate(self.layers.values()):
                     layer[block, :, offset] = layer.new_tensor(_content(value, number))
 
@@ -157,7 +162,7 @@ class Worker:
 
     def _found(self, name: str, position: int) -> list[list[float]]:
         """Key and value in each layer, as they stand in the cache."""
-        block, offset = self.blocks[name][position // self.block_size], position % self.block_size
+        block, offset = self.tables[0][name][position // self.block_size], position % self.block_size
         return [layer[block, 0, offset].tolist() for layer in self.layers.values()]
 
     def _holds(self, name: str, position: int, value: int) -> bool:

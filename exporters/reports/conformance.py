@@ -26,11 +26,14 @@ def run(
     module: Path | None,
     options: str | None,
     disaggregated: bool | None = None,
+    drawn: int | None = None,
     *,
     verbose: bool = False,
 ) -> Answer:
     """Make a score card."""
-    return answer(score(connector, module, options_of(options), disaggregated=disaggregated), verbose=verbose)
+    how = {} if drawn is None else {"drawn": drawn}
+    card = score(connector, module, options_of(options), disaggregated=disaggregated, **how)
+    return answer(card, verbose=verbose)
 
 
 def run_keys(connector: str, module: Path | None, options: str | None) -> Answer:

@@ -50,7 +50,7 @@ class Broken(BaseException):
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
+def limited() -> Iterator[None]:
     """Limits on seconds and steps, and no log: what a mutant makes vLLM log is of no use."""
     from kvledger.audit.traffic.driver import Driver
 
@@ -71,16 +71,22 @@ def _limited() -> Iterator[None]:
         logging.disable(disabled)
 
 
+def warm_up() -> None:
+    """Import vLLM, and have it read a drafter: both take longer than a drive may."""
+    from tests.scenarios.driving import start
+
+    start(connector="scripted")
+    start(drafts=2, drafter="eagle")
+
+
 @functools.cache
 def drives() -> dict[str, Callable[[Any], Any]]:
     """Every drive by name; each passes its scheduler to the argument."""
     from tests.differential.player import play
     from tests.differential.random_histories import draw
     from tests.scenarios.corpus import runnable
-    from tests.scenarios.driving import start
 
-    start(connector="scripted")  # imports vLLM, and has it read a drafter: both take longer than a drive may
-    start(drafts=2, drafter="eagle")
+    warm_up()
 
     def history(seed: int, attach: Any) -> None:
         played = play(draw(seed), attach)
@@ -94,7 +100,7 @@ def drives() -> dict[str, Callable[[Any], Any]]:
 def _drive(drive: Callable[[Any], Any], attach: Callable[[Any], None]) -> str:
     """Drive, and return the exception that ended it as a line; empty if none did."""
     try:
-        with _limited():
+        with limited():
             drive(attach)
     except TooLong:
         return f"it ran for {SECONDS} seconds"

@@ -195,6 +195,25 @@ class ShortConnector(HonestConnector):
         super().start_load_kv(forward_context, **kwargs)
 
 
+class EagerConnector(HonestConnector):
+    """Saves the block in which a step ends as if the step had filled it."""
+
+    def _save(self, request_id: str, tokens: int, metadata: StoreMetadata) -> None:
+        super()._save(request_id, -(-tokens // self.block_size) * self.block_size, metadata)
+
+
+class LaggingConnector(HonestConnector):
+    """Saves one step late, when a block may belong to another request."""
+
+    late: ClassVar[list[BlockTransfer]] = []
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StoreMetadata)
+        LaggingConnector.late, metadata.saves = metadata.saves, self.late
+        super().wait_for_save()
+
+
 class MiscountingConnector(HonestConnector):
     """Names a tier for one block less than it promises; vLLM asks since 0.32."""
 

@@ -20,13 +20,13 @@ NOT_REACHED = {"hit after a deferred lookup", "hit on part of the prompt", "resu
 """The other engine always offers the whole prompt and never defers a lookup."""
 
 
-def paired(name: str) -> ScoreCard:
-    return score(name, MODULE, {}, disaggregated=True)
+def paired(name: str, drawn: int = 0) -> ScoreCard:
+    return score(name, MODULE, {}, disaggregated=True, drawn=drawn)
 
 
 @pytest.fixture(scope="module")
 def honest() -> ScoreCard:
-    return paired("PairedConnector")
+    return paired("PairedConnector", drawn=10)
 
 
 def outcomes(card: ScoreCard, outcome: str) -> set[str]:

@@ -92,13 +92,13 @@ def test_the_page_has_one_row_for_a_situation_under_both_schedulers(cards: dict[
 
 def test_the_released_example_connector_breaks_in_two_situations(tmp_path: Path):
     """In 0.32.0 it matches by the prompt, and then loads by all tokens so far, which it never saved."""
-    broke = {row.situation for row in score("ExampleConnector").rows if row.outcome == "broke"}
+    broke = {row.situation for row in score("ExampleConnector", drawn=0).rows if row.outcome == "broke"}
 
     assert {"resumed after saving more", "chunked save aborted midway"} == broke
 
 
 def test_a_correct_subclass_of_the_example_connector_passes_and_what_it_inherits_is_known():
-    card = score("CorrectSubclass", MODULE)
+    card = score("CorrectSubclass", MODULE, drawn=0)
 
     assert "clean" == card.verdict, [row for row in card.rows if row.problems]
     assert {"resumed after saving more", "chunked save aborted midway"} == outcomes(card, "inherited")
@@ -115,7 +115,7 @@ def in_few_situations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_few_situations")
 def test_what_a_subclass_adds_is_held_against_it():
-    card = score("BrokenSubclass", MODULE)
+    card = score("BrokenSubclass", MODULE, drawn=0)
 
     assert "violated" == card.verdict
     assert "hit on part of the prompt" in outcomes(card, "violated")
@@ -124,24 +124,38 @@ def test_what_a_subclass_adds_is_held_against_it():
 @pytest.mark.usefixtures("in_few_situations")
 def test_a_short_load_says_what_was_promised_and_what_was_loaded():
     """The store has 6 blocks of 16 tokens for the prompt of 100, and the connector loads 5 of them."""
-    rows = [row for row in score("ShortConnector", MODULE, STORE).rows if "new engine" in row.situation]
+    rows = [
+        row for row in score("ShortConnector", MODULE, STORE, drawn=0).rows if "new engine" in row.situation
+    ]
 
     assert all("promised 96, loaded 80; it ran over 16 tokens" in row.problems[0] for row in rows)
 
 
 @pytest.mark.usefixtures("in_few_situations")
 def test_tiers_that_do_not_sum_are_a_violation_that_says_so():
-    rows = [row for row in score("MiscountingConnector", MODULE, STORE).rows if row.outcome == "violated"]
+    rows = [
+        row for row in score("MiscountingConnector", MODULE, STORE, drawn=0).rows if row.outcome == "violated"
+    ]
 
     assert "hit on part of the prompt" in {row.situation for row in rows}
     assert all("connector/tiers-do-not-sum" in problem for row in rows for problem in row.problems), rows
+
+
+@pytest.mark.parametrize("name", ["EagerConnector", "LaggingConnector"])
+def test_what_no_fixed_situation_shows_is_drawn_and_shrunk(name: str):
+    """Both are clean, or nearly so, where chunks end with a block and no block is used again."""
+    rows = [row for row in score(name, MODULE, STORE).rows if row.situation.startswith("drawn: ")]
+
+    assert "sync" in {row.scheduler for row in rows if row.outcome == "violated"}
+    assert all("KV that is not its own" in row.problems[0] for row in rows)
+    assert all(row.situation.count(";") < 5 for row in rows), [row.situation for row in rows]
 
 
 def test_a_bare_assertion_is_printed_with_its_text_and_place():
     line = next(
         n for n, text in enumerate(MODULE.read_text().splitlines(), 1) if "not metadata.loads" in text
     )
-    rows = [row for row in score("AssertingConnector", MODULE, STORE).rows if row.outcome == "broke"]
+    rows = [row for row in score("AssertingConnector", MODULE, STORE, drawn=0).rows if row.outcome == "broke"]
 
     expected = (
         f"AssertionError in start_load_kv at conformance/connectors.py:{line}: assert not metadata.loads"
@@ -152,7 +166,7 @@ def test_a_bare_assertion_is_printed_with_its_text_and_place():
 @pytest.mark.usefixtures("in_few_situations")
 def test_each_run_has_a_store_of_its_own():
     """The store of this connector is a table of the process: a second run finds what the first left."""
-    first, second = (score("HonestConnector", MODULE, {}) for _ in range(2))
+    first, second = (score("HonestConnector", MODULE, {}, drawn=0) for _ in range(2))
 
     assert first.rows == second.rows
 
