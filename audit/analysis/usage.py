@@ -166,6 +166,10 @@ class CallIndex:
         if not named:
             self._others[call] = _most_exact(self._others.get(call, NONE), RANKS * number)
 
+    def __len__(self) -> int:
+        """How many accounts there are."""
+        return len(self._accounts)
+
     def calls(self, names: Iterable[str]) -> list[list[CallRequest]]:
         """The calls that the first known one of ``names`` means; several if the id was used again."""
         for name in names:
@@ -265,16 +269,19 @@ class Usage:
 
     def _reconciled(self) -> Iterator[Reconciled]:
         """Each line beside its call."""
-        taken: dict[int, list[int]] = {}
-        """The lines that took a call, by its number, of ids that several calls or lines have."""
+        first = array("q", [NO_CALL]) * len(self._index)
+        """The first line that took a call, by the call's number."""
+        later: dict[int, list[int]] = {}
+        """The others."""
         untraced: set[bytes] = set()
         more_calls: dict[int, int] = {}
         for place, told in enumerate(self._told):
             every = self._index.calls(told.names)
-            free = [call for call in every if call[0].number not in taken]
+            free = [call for call in every if first[call[0].number] < 0]
             if not free:
                 same = told._replace(line=0)
-                earlier = (at for call in every for at in taken[call[0].number])
+                numbers = [call[0].number for call in every]
+                earlier = (at for number in numbers for at in (first[number], *later.get(number, ())))
                 text = b"" if every else _ENCODER.encode(same)
                 if text in untraced or any(self._told[at]._replace(line=0) == same for at in earlier):
                     yield Reconciled(told, REPEATED, (), None, ())
@@ -283,11 +290,15 @@ class Usage:
                     untraced.add(text)
             row = _row(told, free or every)
             if row.requests:
-                taken.setdefault(row.requests[0].number, []).append(place)
+                number = row.requests[0].number
+                if first[number] < 0:
+                    first[number] = place
+                else:
+                    later.setdefault(number, []).append(place)
             if len(every) > 1:
                 more_calls |= {call[0].number: place for call in every}
             yield row
-        self._left = [(place, number) for number, place in more_calls.items() if number not in taken]
+        self._left = [(place, number) for number, place in more_calls.items() if first[number] < 0]
 
     def _add_causes(self, row: Reconciled) -> None:
         for cause in row.causes:

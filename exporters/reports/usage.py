@@ -73,7 +73,7 @@ def usage(journals: Sequence[Path], log: UsageLog, window: Window) -> Usage:
                 described = audit.engine
                 engine = audit.name, audit.kv_role, audit.began_seconds or 0.0
             index.add(account, *engine, tenant_of(account.labels))
-    return Usage(log.told, index or CallIndex(log.told, suffixed=True))
+    return Usage(log.told, CallIndex(log.told, suffixed=True) if index is None else index)
 
 
 def verdict(result: Usage) -> str:
