@@ -93,3 +93,16 @@ def test_an_index_that_does_not_count_promises_no_more_than_one_that_does(
 
     assert found["uncounted"]["found"] == found["own"]["found"]
     assert found["uncounted"]["predicted"] <= found["own"]["predicted"]
+
+
+@pytest.mark.parametrize(("dynamos", "ours"), [("dynamo", "own"), ("dynamo-indexer", "uncounted")])
+def test_an_index_of_dynamo_promises_what_ours_by_its_rule_does(
+    folder: Path, capsys: pytest.CaptureFixture[str], dynamos: str, ours: str
+) -> None:
+    pytest.importorskip("dynamo._core")
+    found = []
+    for index in (dynamos, ours):
+        assert 0 == exit_code("check", "routing", folder, "--index", index, "--format", "csv")
+        found.append(capsys.readouterr().out)
+
+    assert found[0] == found[1]

@@ -64,7 +64,7 @@ class RoutedEngine:
         for place, block in enumerate(new[:-1], len(hits)):
             self.hash_of[block] = hashes[place]
             rows += [block, hashes[place], (place + 1) * SIZE]
-            self._say(ev.STORED, hashes[place])
+            self._say(ev.STORED, hashes[place], hashes[place - 1] if place else 0)
         local = len(hits) * SIZE
         table = [*hits, *new]
         self.engine.write(
@@ -88,9 +88,9 @@ class RoutedEngine:
         self.hash_of.clear()
         self.said += [ev.CLEARED, -1, -1, 0, 0, 0]
 
-    def _say(self, kind: int, hash_id: int) -> None:
+    def _say(self, kind: int, hash_id: int, parent: int = 0) -> None:
         if hash_id:
-            self.said += [kind, 0, 0, SIZE, 0, 1, hash_id]
+            self.said += [kind, 0, 0, SIZE, parent, 1, hash_id]
             self.contents += [hash_id % SALT] if self.names_tokens and kind == ev.STORED else []
 
     def _publish(self, second: int, delay: float) -> None:
