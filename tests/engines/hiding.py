@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def attributes_read(*patterns: str) -> list[str]:
     return sorted(names & defined)
 
 
+@cache
 def optional_attributes(*patterns: str) -> set[str]:
     """Attributes that may be missing: the hooks read them by ``getattr`` or check them by ``hasattr``."""
     trees = [ast.parse(path.read_text()) for pattern in patterns for path in ENGINES.glob(pattern)]
