@@ -90,8 +90,6 @@ def test_a_message_names_at_most_eight_blocks():
     "words",
     [
         "A0+160 C160 s40 o+ F",
-        "A0+160 s40 L64 o s136 o+ F",
-        "A0+160 L64 s136 o+ F",
         "A64+96 F",
         "A0+160 s40 P o+ A0+0 s201 o+ F",
         "A0+160 s40 F",
@@ -99,11 +97,6 @@ def test_a_message_names_at_most_eight_blocks():
 )
 def test_promised_tokens_loaded_reported_failed_or_never_read_are_clean(words: str):
     assert [] == violation_ids(events(200, words))
-
-
-@near_miss("connector/promise-not-loaded")
-def test_connector_metadata_that_cannot_be_read_is_no_finding():
-    assert [] == violation_ids(events(200, "A0+160 s40 L o+ F"))
 
 
 # --- connector/failed-load-counted ---------------------------------------------------------------
