@@ -591,8 +591,9 @@ def leak(entry: Entry) -> Iterator[Witness]:
 
     Violated at once when the engine removes a request without freeing its blocks, or has deferred their free
     and no step is in flight any more, and after 15 minutes when a connector keeps them: the pool lacks these
-    blocks until a restart. Also violated when an engine without a connector took a reference for no request,
-    and still has it when nothing runs any more, or after 15 minutes.
+    blocks until a restart. Also violated when an engine without a connector keeps the blocks of a request
+    that has ended, or a reference that it took for no request, when nothing runs any more, or after 15
+    minutes.
     """
     subject = entry.subject
     assert isinstance(subject, Leak)

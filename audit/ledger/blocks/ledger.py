@@ -363,10 +363,17 @@ def _tables_removed(holdings: Holdings, event: ev.TablesRemoved) -> None:
         _leak(holdings, request, 0)
 
 
+def _rests(holdings: Holdings) -> bool:
+    """Whether the engine has nothing to do, and so nothing to free later."""
+    requests = holdings.requests
+    return not (requests.living or requests.is_in_flight or holdings.deferred)
+
+
 def _overdue(holdings: Holdings, at: int) -> None:
-    """Report blocks of requests that ended too long ago for a connector to need them."""
+    """Report blocks of requests that ended: too long ago for a connector to need them, or there is none."""
+    rests = not holdings.pins_last and _rests(holdings)
     for request, ended in list(holdings.ending.items()):
-        if at - ended < LEAK_SECONDS * 1e6:
+        if at - ended < LEAK_SECONDS * 1e6 and not rests:
             return
         del holdings.ending[request]
         _leak(holdings, request, (at - ended) // 1_000_000)
@@ -383,8 +390,7 @@ def _leak(holdings: Holdings, request: int, seconds: int) -> None:
 
 def _report_pinned(holdings: Holdings, at: int) -> None:
     """Report references that nobody will give back: nothing runs, or they have lasted too long."""
-    requests = holdings.requests
-    rests = not (requests.living or requests.is_in_flight or holdings.deferred)
+    rests = _rests(holdings)
     by_operation: dict[str, list[tuple[int, int]]] = {}
     for place, done in list(holdings.pinned.items()):
         if rests or at - done.at >= LEAK_SECONDS * 1e6:

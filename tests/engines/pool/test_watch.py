@@ -27,6 +27,7 @@ from kvledger.audit.events import Admitted, BlockStatesReported, TablesReported
 from kvledger.audit.hooks import EngineMismatch
 from kvledger.audit.journal.recorder import MemoryRecorder
 from kvledger.audit.ledger.blocks.contents import Contents
+from kvledger.audit.planted.fault import Change, PlantedFault, planted
 from kvledger.audit.traffic.driver import Driver
 from kvledger.audit.traffic.engine_setup import build_request
 
@@ -418,3 +419,28 @@ def test_states_are_the_engines_own(recorded: Recorded, scenario: str) -> None:
 
     assert compared
     assert states.now is not None and 0 == states.now["running"]
+
+
+def test_blocks_of_an_ended_request_that_are_never_freed_are_a_leak_once_nothing_runs() -> None:
+    """Nobody calls the free, so no call tells of it; the engine says itself that the request has ended."""
+    forgets = PlantedFault(
+        name="end-forgets-to-free",
+        kind="leak",
+        says="a request that ended keeps its blocks",
+        code=(Change("Scheduler._free_request", "self._free_blocks(request)", "pass"),),
+    )
+    audits: list[Any] = []
+    with planted(forgets):
+        driver = start(lambda scheduler: audits.append(kvledger.attach(scheduler, level="blocks")))
+        driver.add("r0", 40, 2)
+        driver.add("r1", 40, 9)
+        for _ in range(12):
+            driver.step()
+        assert audits[0].verdict == "clean"  # r0 has ended, and r1 runs
+        for _ in range(12):
+            driver.step()
+        audits[0].detach()
+
+    (found,) = audits[0].violations
+    assert ("blocks/leak", 1) == (found.id, found.repeats)  # the other request's leak
+    assert found.message.startswith("Request r0 has ended and still holds 3 blocks")
