@@ -12,7 +12,7 @@ import msgspec
 
 from ...audit.conformance.connector_classes import find_connector
 from ...audit.conformance.key_card import EVENTS, KeyCard, KeyRow, key_card
-from ...audit.conformance.scorecard import ScoreCard, SituationResult, score
+from ...audit.conformance.scorecard import DRAWN, ScoreCard, SituationResult, score
 from ...audit.errors import LedgerError
 from ...audit.foreign import Unreadable, parsed
 from ..answer import DIM, TONES, Answer, Lines, Table, Words, counted
@@ -31,9 +31,9 @@ def run(
     verbose: bool = False,
 ) -> Answer:
     """Make a score card."""
-    how = {} if drawn is None else {"drawn": drawn}
-    card = score(connector, module, options_of(options), disaggregated=disaggregated, **how)
-    return answer(card, verbose=verbose)
+    given = options_of(options)
+    drawn = DRAWN if drawn is None else drawn
+    return answer(score(connector, module, given, disaggregated=disaggregated, drawn=drawn), verbose=verbose)
 
 
 def run_keys(connector: str, module: Path | None, options: str | None) -> Answer:
