@@ -52,12 +52,6 @@ def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def structs_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
-    """CSV of structs of one ``kind``, one line each."""
-    names = [field.name for field in msgspec.structs.fields(kind)]
-    return csv_of(names, ([getattr(row, name) for name in names] for row in rows))
-
-
 def show(answer: Answer, format: str) -> None:
     """Print an answer on standard output."""
     if format in ("text", "table"):
