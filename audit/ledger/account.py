@@ -518,6 +518,11 @@ class Life(msgspec.Struct, array_like=True, eq=False):
             self.pending_end = self.local + max(0, self.external)
 
     @property
+    def lost_external(self) -> int:
+        """External tokens that failed or were cancelled."""
+        return sum(self.voided.values())
+
+    @property
     def pending(self) -> int:
         """Promised tokens that are neither loaded nor lost yet."""
         return self.pending_end - self.pending_start
