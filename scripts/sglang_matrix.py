@@ -43,11 +43,11 @@ LOADS: dict[str, tuple[str, ...]] = {
     "sglang-0.5.5.post3": (*ALL, *HOST),
     "sglang-0.5.6": (*ALL, "pause", "pause-weights", *HOST),
     "sglang-0.5.7": (*ALL, "pause", "pause-weights"),
-    "sglang-0.5.10": (*ALL, "pause", "pause-weights", *HOST),
-    "sglang-0.5.12.post1": (*ALL, "pause", "pause-weights", *HOST),
-    "sglang-0.5.13": (*ALL, "pause", "pause-weights", *HOST),
-    "sglang-0.5.20": (*ALL, "session", "pause", "pause-weights", *HOST, "host-tight"),
-    "sglang-0.5.23": (*ALL, "paged", "session", "pause", "pause-weights", *HOST, "host-tight"),
+    "sglang-0.5.10": (*ALL, "session", "private", "pause", "pause-weights", *HOST),
+    "sglang-0.5.12.post1": (*ALL, "session", "private", "pause", "pause-weights", *HOST),
+    "sglang-0.5.13": (*ALL, "session", "private", "pause", "pause-weights", *HOST),
+    "sglang-0.5.20": (*ALL, "session", "private", "pause", "pause-weights", *HOST, "host-tight"),
+    "sglang-0.5.23": (*ALL, "paged", "session", "private", "pause", "pause-weights", *HOST, "host-tight"),
 }
 """The loads that each release can run on a CPU."""
 
@@ -55,7 +55,13 @@ COUNTED_AGAIN = frozenset(("tokens/negative", "tokens/set-once"))
 """Findings of SGLang#11900: the cached tokens of a request are added again when it resumes."""
 
 LOST = frozenset(("pool/slots",))
-"""The finding of SGLang#11970: a retraction loses a slot under overlap. The idle engine notices, and ends."""
+"""The finding of SGLang#11970: a retraction loses a slot under overlap. The idle engine notices, and ends.
+
+And of SGLang#22273: a turn that is refused for its length takes the place of its session's KV.
+"""
+
+AGAIN = frozenset(("tokens/unexplained-drop",))
+"""The finding of SGLang#36855: a chunk is computed again and again, until the engine ends without room."""
 
 DUE: dict[tuple[str, str], frozenset[str]] = {
     **{
@@ -65,6 +71,8 @@ DUE: dict[tuple[str, str], frozenset[str]] = {
     },
     ("sglang-0.5.3.post3", "overlap"): COUNTED_AGAIN | LOST,
     ("sglang-0.5.3.post3", "random"): frozenset(("tokens/set-once",)) | LOST,
+    ("sglang-0.5.10", "session"): LOST,
+    **{(f"sglang-{release}", "private"): AGAIN for release in ("0.5.12.post1", "0.5.13", "0.5.20")},
     **{("sglang-0.5.5.post3", load): COUNTED_AGAIN for load in ("host-random", "host-overlap")},
     **{
         (f"sglang-{release}", "pause-weights"): frozenset(("weights/reset-refused",))
@@ -94,7 +102,7 @@ class Cell(NamedTuple):
         due = DUE.get((self.release, self.load), frozenset())
         if self.found != due:
             return f"found {sorted(self.found)}, due {sorted(due)}"
-        if self.doubts and not LOST & due:
+        if self.doubts and not (LOST | AGAIN) & due:
             return "; ".join(self.doubts)
         return "" if self.verdict == ("violated" if due else "clean") else self.verdict
 
@@ -159,8 +167,10 @@ def page(found: Sequence[Cell]) -> str:
         "",
         "`tokens/negative` and `tokens/set-once` are",
         "[SGLang#11900](https://github.com/sgl-project/sglang/pull/11900), `pool/slots` is",
-        "[SGLang#11970](https://github.com/sgl-project/sglang/issues/11970), `weights/reset-refused` is",
-        "[SGLang#33783](https://github.com/sgl-project/sglang/issues/33783).",
+        "[SGLang#11970](https://github.com/sgl-project/sglang/issues/11970), in `session`",
+        "[SGLang#22273](https://github.com/sgl-project/sglang/pull/22273). `weights/reset-refused` is",
+        "[SGLang#33783](https://github.com/sgl-project/sglang/issues/33783), `tokens/unexplained-drop`",
+        "[SGLang#36855](https://github.com/sgl-project/sglang/issues/36855).",
         "",
     ]
     return "\n".join(lines)
