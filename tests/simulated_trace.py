@@ -7,6 +7,7 @@ gives the same bytes. ``simulated.py`` decides what the engines do.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -17,8 +18,14 @@ from pathlib import Path
 from tests.simulated import BLOCK, Mix, Simulated
 
 from kvledger.audit import events as ev
+from kvledger.audit.analysis.calls import CallAccount
+from kvledger.audit.client_ids import part_of
 from kvledger.audit.journal.format import segments
 from kvledger.audit.journal.writer import JournalWriter, Limits
+from kvledger.audit.replay.engine_audit import EngineAudit
+from kvledger.audit.replay.find import journals_at
+from kvledger.audit.replay.journals import each_account
+from kvledger.audit.replay.observers import KeptAccounts
 
 WALL_SECONDS = 1_767_225_600.0
 """Start of every engine of the trace: the beginning of 2026."""
@@ -89,6 +96,22 @@ def _write_share(folder: Path, requests: int, engine: int, seed: int) -> int:
     return write_journal(folder, requests, seed, engine)
 
 
+def write_usage_log(folder: Path, file: Path) -> None:
+    """Write what a server would tell the clients of a trace, a chat completion a line."""
+    with file.open("w") as log:
+        for path in journals_at([folder]):
+            audit = EngineAudit(path, [KeptAccounts], invariants=())
+            for account in each_account(audit):
+                call = CallAccount.of(account)
+                usage = {
+                    "prompt_tokens": call.prompt_tokens,
+                    "completion_tokens": call.output_tokens,
+                    "prompt_tokens_details": {"cached_tokens": call.local + call.external},
+                }
+                name = part_of(call.request_id, suffixed=audit.random_suffixes).call
+                log.write(json.dumps({"id": name, "usage": usage}) + "\n")
+
+
 def main(words: Iterable[str] | None = None) -> int:
     """Write the trace and print how long it took."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,6 +122,7 @@ def main(words: Iterable[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="number of processes that write")
+    parser.add_argument("--usage-log", type=Path, metavar="FILE", help="write what clients are told, too")
     arguments = parser.parse_args(None if words is None else list(words))
     began = time.monotonic()
     events = write_trace(
@@ -111,6 +135,8 @@ def main(words: Iterable[str] | None = None) -> int:
     size = sum(path.stat().st_size for path in arguments.output.rglob("*.kvl"))
     took = time.monotonic() - began
     print(f"{arguments.requests:,} requests, {sum(events):,} events, {size:,} bytes in {took:.1f} s")
+    if arguments.usage_log is not None:
+        write_usage_log(arguments.output, arguments.usage_log)
     return 0
 
 
