@@ -34,6 +34,7 @@ from ..ledger.entries import (
     ForeignLoad,
     Leak,
     LoadInFlight,
+    Misplaced,
     OtherPrefix,
     PoolComparison,
     ReadInvalid,
@@ -552,23 +553,37 @@ def write_shared(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/coverage",
-    on=(Uncovered,),
-    message="Request {request} has {computed_tokens} computed tokens, but its block table in group {group} "
-    "has {blocks} blocks of {block_tokens} tokens: the other tokens have no block of this request.",
+    on=(Uncovered, Misplaced),
+    message="",
     near_misses=(
         "null blocks before a sliding window, which take the place of their positions",
         "Mamba states, cross-attention and ring buffers, whose block tables do not follow positions",
     ),
 )
 def coverage(entry: Entry) -> Iterator[Witness]:
-    """A request's block tables have a slot for each of its computed tokens.
+    """A request's block tables have a slot for each computed token, and cached blocks stand in their places.
 
     Checked whenever block tables are recorded: at an admission, and in turn for all running requests.
-    Violated when a table is too short.
+    Violated when a table is too short, or when a cached block stands where other positions belong: the
+    request then reads the KV of those.
     """
     subject = entry.subject
+    if isinstance(subject, Misplaced):
+        yield Witness(
+            "Block {block} is at place {place} of the block table of request {request} in group {group}, for "
+            "positions from {wanted} up. Its hash stands for positions from {begin} up.",
+            subject.story,
+            group=subject.group,
+            block=subject.block,
+            place=subject.place,
+            wanted=subject.place * subject.block_tokens,
+            begin=subject.begin,
+        )
+        return
     assert isinstance(subject, Uncovered)
     yield Witness(
+        "Request {request} has {computed_tokens} computed tokens, but its block table in group {group} has "
+        "{blocks} blocks of {block_tokens} tokens: the other tokens have no block of this request.",
         group=subject.group,
         blocks=subject.blocks,
         block_tokens=subject.block_tokens,

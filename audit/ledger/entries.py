@@ -201,6 +201,19 @@ class Uncovered(NamedTuple):
     computed_tokens: int
 
 
+class Misplaced(NamedTuple):
+    """A cached block stands in a request's table where other positions belong."""
+
+    group: int
+    block: int
+    place: int
+    """Which block of the table it is."""
+    block_tokens: int
+    begin: int
+    """The first position that its hash stands for."""
+    story: list[str]
+
+
 class Leak(NamedTuple):
     """Blocks are held for a request that the engine has forgotten, or that ended long ago.
 

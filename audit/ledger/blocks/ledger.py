@@ -20,6 +20,7 @@ from ..entries import (
     ForeignHit,
     ForeignLoad,
     Leak,
+    Misplaced,
     OtherPrefix,
     PoolComparison,
     SharedWrite,
@@ -246,6 +247,19 @@ def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
             size, positional = holdings.pools[number].groups[group]
             if positional and len(table) * size < computed:
                 holdings.report(Uncovered(group, len(table), size, computed), request)
+            if positional:
+                _places(holdings, number, request, group, table)
+
+
+def _places(holdings: Holdings, number: int, request: int, group: int, table: list[int]) -> None:
+    """Report the first cached block of a table that does not stand at the place of its positions."""
+    pool = holdings.pools[number]
+    records, size = pool.records, pool.groups[group][0]
+    for place, block in enumerate(table):
+        record = records.get(block)
+        if record is not None and record.has_hash > 0 and record.begin not in (UNKNOWN, place * size):
+            story = holdings.story(number, block)
+            return holdings.report(Misplaced(group, block, place, size, record.begin, story), request)
 
 
 def _table(

@@ -373,6 +373,21 @@ def test_a_block_table_too_short_for_its_tokens_is_found(watched, monkeypatch):
     assert "its block table in group 0 has 3 blocks of 16 tokens" in finding.message
 
 
+@violates("blocks/coverage")
+def test_a_cached_block_at_the_place_of_other_positions_is_found(watched):
+    driver = running(watched, "a")
+    blocks = table(driver, "a")
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+    for _ in range(16):
+        driver.step()
+
+    finding = watched.finding("blocks/coverage")
+
+    assert "of request a in group 0, for positions from 0 up. Its hash stands for positions from 16 up" in (
+        finding.message
+    )
+
+
 # --- blocks/leak ----------------------------------------------------------------------------------
 
 
