@@ -183,12 +183,11 @@ def _told(record: dict[str, Any], number: int) -> Iterator[Told]:
         for producer in PRODUCERS:
             if producer.marks and _first(each, producer.marks) is None:
                 continue
-            names = _names(each, producer.ids)
             prompt, cached, output, written = (
                 None if (value := _first(each, paths)) is None else count(value)
                 for paths in (producer.prompt, producer.cached, producer.output, producer.written)
             )
-            if names and (prompt, cached, output) != (None, None, None):
+            if (prompt, cached, output) != (None, None, None) and (names := _names(each, producer.ids)):
                 if producer.rest and prompt is not None:
                     prompt += (cached or 0) + (written or 0)
                 payer = _id(_first(each, producer.tenant))
@@ -247,5 +246,9 @@ def _id(value: object) -> str:
 
 
 def _names(record: Mapping[str, Any], paths: Sequence[str]) -> tuple[str, ...]:
-    found = (_first(record, [path]) for path in paths)
-    return tuple(dict.fromkeys(shown_id(str(value)) for value in found if value is not None))
+    found: dict[str, None] = {}
+    for path in paths:
+        value = _first(record, [path]) if "/" in path else record.get(path)
+        if value not in (None, "", "-"):
+            found[shown_id(str(value))] = None
+    return tuple(found)
