@@ -247,7 +247,8 @@ def rebased(path: Path, session: Session, missed: str, sink: Sink | None = None)
             sink(table, rows)
 
     audit = EngineAudit(path, OBSERVERS)
-    collector = RowCollector(audit, Wanted(audit=True, activity=True, blocks=True), put)
+    everything = Wanted(audit=True, activity=True, blocks=True)
+    collector = RowCollector(audit, everything, put, minutes=True)  # as of kept rows, which it goes on with
     with Reader(path) as reader:
         for batch, _ in audit.batches(_UpTo(reader, session.position)):  # type: ignore[arg-type]
             collector.add(batch.events, taken(audit))

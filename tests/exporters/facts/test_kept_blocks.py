@@ -53,6 +53,7 @@ class Engine:
         *,
         blocks: int = 40,
         rotates: bool = False,
+        segment_bytes: int = 20_000,
         step: int = SECOND,
     ) -> None:
         self.path = folder / "engine-00"
@@ -68,9 +69,7 @@ class Engine:
         self.waiting: list[int] = []
         self.admitted: set[int] = set()
         self.batch: list[ev.Event] = []
-        limits = (
-            Limits(segment_bytes=20_000, folder_bytes=60_000) if rotates else Limits(segment_bytes=20_000)
-        )
+        limits = Limits(segment_bytes, folder_bytes=3 * segment_bytes if rotates else Limits().folder_bytes)
         self.writer = JournalWriter(self.path, limits)
         self.blocks = blocks
         self.started = replace(STARTED, process_id=seed)

@@ -146,9 +146,9 @@ def test_rows_of_another_version_count_and_compact_goes_on(
 ) -> None:
     """Each request once, in each figure, although its first segments are gone."""
     run = runner(capsys)
-    engine = Engine(tmp_path / "journals", rotates=True)
+    engine = Engine(tmp_path / "journals", rotates=True, segment_bytes=5_000)
     for _ in range(8):  # no segment goes before it was compacted
-        engine.run(200)
+        engine.run(50)
         assert "" == compact(engine.path).problem
     assert 1 not in segments(engine.path)
     if ends:
@@ -180,6 +180,9 @@ def test_rows_of_another_version_count_and_compact_goes_on(
         assert len(expected[0]) < len(control[0])
         assert "" == compact(engine.path).problem
         assert control == _counts(engine.path)
+    with facts([engine.path.parent]) as found:
+        ((rows, years),) = found.rows("select count(*), count(distinct year(time)) from block_use")
+        assert rows > 1 and years == 1
     assert 0 == run("whatif", engine.path.parent).code
 
 
