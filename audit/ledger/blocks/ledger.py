@@ -252,12 +252,20 @@ def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
 
 
 def _places(holdings: Holdings, number: int, request: int, group: int, table: list[int]) -> None:
-    """Report the first cached block of a table that does not stand at the place of its positions."""
+    """Report the first cached block of a table that does not stand at the place of its positions.
+
+    Of a block that was allocated twice for the request that is told already.
+    """
     pool = holdings.pools[number]
     records, size = pool.records, pool.groups[group][0]
     for place, block in enumerate(table):
         record = records.get(block)
-        if record is not None and record.has_hash > 0 and record.begin not in (UNKNOWN, place * size):
+        if (
+            record is not None
+            and record.has_hash > 0
+            and record.begin not in (UNKNOWN, place * size)
+            and len(table_holders(pool, record, request)) == 1
+        ):
             story = holdings.story(number, block)
             return holdings.report(Misplaced(group, block, place, size, record.begin, story), request)
 
