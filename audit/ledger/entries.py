@@ -240,6 +240,7 @@ Subject = (
     | LoadInFlight
     | ForeignLoad
     | SharedWrite
+    | Misplaced
     | Uncovered
     | Leak
 )
