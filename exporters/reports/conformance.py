@@ -18,6 +18,7 @@ from ...audit.foreign import Unreadable, parsed
 from ..answer import DIM, TONES, Answer, Lines, Table, Words, counted
 
 OUTCOMES = ("clean", "inherited", "not reached", "unknown", "violated", "broke")
+SCHEDULERS = ("sync", "async")
 CODES = {"clean": 0, "violated": 1, "unknown": 3}
 
 
@@ -62,7 +63,7 @@ def _head(card: ScoreCard) -> str:
 
 
 def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
-    """The rows of each situation."""
+    """The rows of each situation. Of drawn histories a scheduler may have its own: the first that fails."""
     pairs: dict[str, list[SituationResult]] = {}
     for row in card.rows:
         pairs.setdefault(row.situation, []).append(row)
@@ -73,19 +74,20 @@ def answer(card: ScoreCard, *, verbose: bool = False) -> Answer:
     """The verdict, then what failed and why, then the situations; ``verbose`` lists the clean ones too."""
     lines = [f"- {', '.join(names)}: {message}" for message, names in _wrong(card).items()]
     pairs = _pairs(card)
-    rows = [
-        (situation, *(row.outcome for row in rows), rows[0].external_tokens)
-        for situation, rows in pairs
-        if verbose or any(row.outcome != "clean" for row in rows)
+    outcomes = [{row.scheduler: row.outcome for row in rows} for _, rows in pairs]
+    every = [
+        (situation, *(of.get(scheduler, "-") for scheduler in SCHEDULERS), results[0].external_tokens)
+        for (situation, results), of in zip(pairs, outcomes, strict=True)
     ]
-    clean = sum(all(row.outcome == "clean" for row in rows) for _, rows in pairs)
+    rows = [row for row in every if verbose or set(row[1:-1]) != {"clean"}]
+    clean = sum(set(row[1:-1]) == {"clean"} for row in every)
     hint = f"Clean under both schedulers: {counted(clean, 'situation')}; -v lists them."
     return Answer(
         card,
         [f"{card.verdict}: {_count(card)}.", f"{_head(card)}."],
         [
             Lines(lines),
-            Table(rows, "situation | sync | async | tokens from the store"),
+            Table(rows, ["situation", *SCHEDULERS, "tokens from the store"]),
             Lines(_unreached(card)),
             Lines([Words(hint, DIM)] if clean and not verbose else []),
         ],
@@ -113,7 +115,7 @@ def _wrong(card: ScoreCard) -> dict[str, list[str]]:
     for situation, rows in _pairs(card):
         for message in dict.fromkeys(message for row in rows for message in row.problems):
             schedulers = [row.scheduler for row in rows if message in row.problems]
-            all_of_them = len(schedulers) == len(rows)
+            all_of_them = len(schedulers) == len(SCHEDULERS)
             name = situation if all_of_them else f"{situation} ({', '.join(schedulers)})"
             wrong.setdefault(message, []).append(name)
     return wrong

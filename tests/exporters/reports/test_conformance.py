@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.exporters.reports.printed import text
 
 from kvledger.audit.conformance.scorecard import Outcome, ScoreCard, SituationResult
@@ -32,6 +34,24 @@ def test_a_score_card_starts_with_its_verdict_and_failures() -> None:
         "",
         "- preempted after its load (sync): KeyError in load.",
     ] == text(answer(CARD)).splitlines()[:4]
+
+
+def test_histories_that_fail_under_one_scheduler_have_a_row_of_their_own() -> None:
+    rows = [
+        result("40 drawn histories", "sync", "clean"),
+        result("drawn: add r1", "async", "broke", "KeyError in load."),
+    ]
+    printed = text(answer(ScoreCard("ExampleConnector", "vllm 0.32.0", "read", rows)))
+
+    assert "- drawn: add r1 (async): KeyError in load." in printed
+    assert ["40 drawn histories", "clean", "-", "96"] in cells(printed)
+    assert ["drawn: add r1", "-", "broke", "96"] in cells(printed)
+    assert "Clean under both schedulers" not in printed
+
+
+def cells(printed: str) -> list[list[str]]:
+    """The cells of each line of a printed table."""
+    return [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
 
 
 def test_clean_situations_are_listed_with_verbose_only() -> None:
