@@ -134,7 +134,10 @@ def score(
 
 
 def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequence[int]) -> SituationResult:
-    """The result of drawn situations: the first that fails, shrunk, or all of them."""
+    """The result of drawn situations: the first that fails, shrunk, or all of them.
+
+    What all of them left unknown, or inherit, is that of the first that did.
+    """
 
     def drive(history: Drawn) -> SituationResult:
         situation = Situation(f"drawn: {history}", history.drive, bool)
@@ -144,18 +147,23 @@ def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequen
             result = _without_inherited(result, of_base, connector.base.name)
         return result
 
-    external = served = 0
+    results: list[SituationResult] = []
     for seed in seeds:
         result = drive(history := draw(seed))
         if result.outcome in ("violated", "broke"):
             return _shrunk(history, result, drive)
-        external, served = external + result.external_tokens, served + result.served_tokens
-    return msgspec.structs.replace(
-        result,
-        situation=f"{len(seeds)} drawn histories",
-        outcome="clean" if external else "not reached",
-        external_tokens=external,
-        served_tokens=served,
+        results.append(result)
+    external = sum(each.external_tokens for each in results)
+    of_outcome = {each.outcome: each for each in reversed(results)}
+    doubtful = of_outcome.get("unknown") or of_outcome.get("inherited")
+    outcome: Outcome = "clean" if external else "not reached"
+    return SituationResult(
+        f"{len(seeds)} drawn histories",
+        "async" if asynchronous else "sync",
+        outcome if doubtful is None else doubtful.outcome,
+        external,
+        sum(each.served_tokens for each in results),
+        [] if doubtful is None else doubtful.problems,
     )
 
 
@@ -163,8 +171,7 @@ def _shrunk(
     history: Drawn, result: SituationResult, drive: Callable[[Drawn], SituationResult]
 ) -> SituationResult:
     """The result of the smallest history found that fails in the same way."""
-    smaller = history.smaller()
-    for each in smaller:
+    for each in history.smaller():
         again = drive(each)
         if again.outcome == result.outcome and _kinds(again) & _kinds(result):
             return _shrunk(each, again, drive)
