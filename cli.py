@@ -1087,7 +1087,9 @@ def conformance(
         "Implied for NixlConnector.",
     ),
     drawn: int | None = option(
-        "--drawn N", "How many random histories to drive beside the fixed situations, under each scheduler."
+        "--drawn N",
+        "How many random histories to drive beside the fixed situations, under each scheduler.",
+        min=0,
     ),
     keys: bool = option(
         "--keys",
