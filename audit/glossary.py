@@ -322,7 +322,7 @@ SECTIONS: dict[str, tuple[Term, ...]] = {
         ),
         Term(
             "scenario",
-            "The fixed series of situations through which `kvledger conformance` drives a connector.",
+            "The situations, fixed and random, through which `kvledger conformance` drives a connector.",
             "Preempt a request while its load is running.",
             ("course", "situation", "score card"),
         ),
