@@ -195,10 +195,15 @@ def _most_exact(known: Numbers, new: int) -> Numbers:
     """The accounts that an id names most exactly, with a new one that it names."""
     if known == NONE:
         return new
-    rows = [known] if isinstance(known, int) else known
-    if new % RANKS != rows[0] % RANKS:
-        return known if rows[0] % RANKS < new % RANKS else new
-    return known if rows[-1] == new else [*rows, new]
+    first, last = (known, known) if isinstance(known, int) else (known[0], known[-1])
+    if new % RANKS != first % RANKS:
+        return known if first % RANKS < new % RANKS else new
+    if last == new:
+        return known
+    if isinstance(known, int):
+        return [known, new]
+    known.append(new)  # a copy for each account would take time by the square of their number
+    return known
 
 
 class Difference(NamedTuple):
