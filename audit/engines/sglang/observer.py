@@ -488,7 +488,7 @@ class SGLangObserver(Observer):
         """End the requests that left without an output.
 
         They were aborted while they waited, in the middle of their prompt, or because they found no room
-        although every other request had been retracted.
+        although every other request had been retracted; or the engine lost them.
         """
         batches = (
             *self._running(chosen),
@@ -499,7 +499,8 @@ class SGLangObserver(Observer):
         for life in list(self._lives.values()):
             request = life.request
             if id(request) not in present:
-                aborted = not life.runs or request.rid in self._asked or getattr(request, "to_finish", None)
+                reason = request.finished_reason or getattr(request, "to_finish", None)
+                aborted = not life.runs or request.rid in self._asked or reason is not None
                 self._ended(request, "aborted" if aborted else causes.UNKNOWN)
 
     def _present(self, chosen: Any) -> Iterator[Any]:

@@ -114,9 +114,16 @@ def test_requests_that_an_abort_takes_from_the_queue_have_ended() -> None:
     assert set(audit.ledger.living) == {1}
 
 
-@pytest.mark.parametrize(("to_finish", "outcome"), [("for lack of room", "aborted"), (None, "unknown")])
+@pytest.mark.parametrize(
+    ("reasons", "outcome"),
+    [
+        ({"to_finish": "for lack of room"}, "aborted"),
+        ({"to_finish": None, "finished_reason": "its chunk could not be loaded"}, "aborted"),
+        ({"to_finish": None}, "unknown"),
+    ],
+)
 def test_a_request_that_ran_and_is_gone_was_aborted_by_the_engine_or_lost(
-    to_finish: str | None, outcome: str
+    reasons: dict[str, Any], outcome: str
 ) -> None:
     """It was retracted last, and is not put back into the queue; no message asked for its end."""
     scheduler, request, stays = Scheduler(), Request("a", outputs=9), Request("b", outputs=9)
@@ -127,7 +134,7 @@ def test_a_request_that_ran_and_is_gone_was_aborted_by_the_engine_or_lost(
     scheduler.get_next_batch_to_run()
     assert not events_of(audit, ev.Finished)
 
-    request.is_retracted, request.to_finish = True, to_finish
+    vars(request).update(reasons, is_retracted=True)
     scheduler.running_batch = Batch((stays, 8, 1), extends=False)
     scheduler.get_next_batch_to_run()
     (finished,) = events_of(audit, ev.Finished)
