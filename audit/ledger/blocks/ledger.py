@@ -254,7 +254,7 @@ def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
 def _places(holdings: Holdings, number: int, request: int, group: int, table: list[int]) -> None:
     """Report the first cached block of a table that does not stand at the place of its positions.
 
-    Of a block that was allocated twice for the request that is told already.
+    A block that was allocated twice for the request has a finding of its own.
     """
     pool = holdings.pools[number]
     records, size = pool.records, pool.groups[group][0]
@@ -392,7 +392,10 @@ def _rests(holdings: Holdings) -> bool:
 
 
 def _overdue(holdings: Holdings, at: int) -> None:
-    """Report blocks of requests that ended: too long ago for a connector to need them, or there is none."""
+    """Report blocks that ended requests still hold.
+
+    A connector may keep them for a while; an engine without one may not when nothing runs.
+    """
     rests = not holdings.pins_last and _rests(holdings)
     for request, ended in list(holdings.ending.items()):
         if at - ended < LEAK_SECONDS * 1e6 and not rests:
