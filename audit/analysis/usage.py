@@ -111,7 +111,7 @@ class ToldOfCalls(Packed[Told]):
     def __init__(self, told: Iterable[Told] = ()) -> None:
         super().__init__(Told)
         self.numbers: dict[str, Numbers] = {}
-        """All ids, and no account by any of them."""
+        """All ids. The index of the calls puts the accounts here, so a log serves one index."""
         for each in told:
             self.add(each)
 
