@@ -113,8 +113,9 @@ def is_scheduler(target: Any) -> bool:
 
 def blocks_out_of_reach(scheduler: Any) -> str:
     """Why kvledger can't observe this scheduler at level ``blocks``, in a phrase; "" if it can."""
-    if CONTRACTS[product_of(scheduler)].level == "tokens":
-        return f"its {NO_OWNERS}"
+    product = CONTRACTS[product_of(scheduler)]
+    if product.level == "tokens":
+        return f"{product.name}'s {NO_OWNERS}"
     return "; ".join(pool_differences(scheduler))
 
 
