@@ -561,11 +561,11 @@ def write_shared(entry: Entry) -> Iterator[Witness]:
     ),
 )
 def coverage(entry: Entry) -> Iterator[Witness]:
-    """A request's block tables have a slot for each computed token, and cached blocks stand in their places.
+    """A request's block tables have a slot for each of its computed tokens.
 
     Checked whenever block tables are recorded: at an admission, and in turn for all running requests.
-    Violated when a table is too short, or when a cached block stands where other positions belong: the
-    request then reads the KV of those.
+    Violated when a table is too short, or when a cached block stands where other positions belong, whose KV
+    the request then reads.
     """
     subject = entry.subject
     if isinstance(subject, Misplaced):

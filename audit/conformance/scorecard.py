@@ -47,6 +47,8 @@ DISAGGREGATED = frozenset({"MooncakeConnector", "NixlConnector", "NixlPullConnec
 
 DRAWN = 40
 """How many situations are drawn for each scheduler."""
+SHRINKS = 400
+"""How many smaller ones are driven, of one that fails."""
 
 VLLM_FAULTS = dict.fromkeys(("tokens/in-flight", "tokens/without-token"), "load fails")
 """Findings that vLLM itself causes with any connector (docs/reference/findings.md): by id, the beginning of
@@ -170,11 +172,15 @@ def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequen
 def _shrunk(
     history: Drawn, result: SituationResult, drive: Callable[[Drawn], SituationResult]
 ) -> SituationResult:
-    """The result of the smallest history found that fails in the same way."""
-    for each in history.smaller():
-        again = drive(each)
+    """The result of the smallest history found that fails in the same way, of SHRINKS at most."""
+    smaller = history.smaller()
+    for _ in range(SHRINKS):
+        tried = next(smaller, None)
+        if tried is None:
+            break
+        again = drive(tried)
         if again.outcome == result.outcome and _kinds(again) & _kinds(result):
-            return _shrunk(each, again, drive)
+            result, smaller = again, tried.smaller()
     return result
 
 

@@ -10,7 +10,6 @@ aborts, preemptions and resets. Nobody chose it, so it also meets what the fixed
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
@@ -316,8 +315,10 @@ class Drawn(NamedTuple):
                     driver.run()
                     driver.reset_prefix_cache()
                 case "reset":
-                    with contextlib.suppress(RuntimeError):  # vLLM refuses while a request waits for its load
-                        driver.reset_prefix_cache(running=True)
+                    driver.drain()
+                    held = driver.scheduler.requests.values()
+                    if all(request.status.name != "WAITING_FOR_REMOTE_KVS" for request in held):
+                        driver.reset_prefix_cache(running=True)  # vLLM refuses it while a load is awaited
                 case "abort" if living:
                     driver.abort(each.name)
                 case "preempt" if living:

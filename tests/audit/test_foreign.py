@@ -177,6 +177,7 @@ OURS = {
     "audit/foreign.py": "the one reader",
     "audit/demo/run.py": "what the demo's own process wrote",
     "audit/demo/sglang/run.py": "what the demo's own process wrote",
+    "audit/analysis/usage.py": "what this process encoded",
     "audit/checks/engine_metrics.py": "data of this package",
     "audit/conformance/connector_classes.py": "options that were read, with a folder put in",
     "audit/entry/attach.py": "events of this process",
