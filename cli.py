@@ -1087,7 +1087,7 @@ def conformance(
         "Implied for NixlConnector.",
     ),
     drawn: int | None = option(
-        "--drawn N",
+        "--histories N",
         "How many random histories to drive beside the fixed situations, under each scheduler.",
         min=0,
     ),

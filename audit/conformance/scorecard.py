@@ -142,7 +142,7 @@ def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequen
     """
 
     def drive(history: Drawn) -> SituationResult:
-        situation = Situation(f"drawn: {history}", history.drive, bool)
+        situation = Situation(f"random: {history}", history.drive, bool)
         result, _ = _in_own_store(situation, connector, asynchronous, paired)
         if result.problems and connector.base is not None:
             of_base, _ = _in_own_store(situation, connector.base, asynchronous, paired)
@@ -160,7 +160,7 @@ def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequen
     doubtful = of_outcome.get("unknown") or of_outcome.get("inherited")
     outcome: Outcome = "clean" if external else "not reached"
     return SituationResult(
-        f"{len(seeds)} drawn histories",
+        f"{len(seeds)} random histories",
         "async" if asynchronous else "sync",
         outcome if doubtful is None else doubtful.outcome,
         external,

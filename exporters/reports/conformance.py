@@ -63,7 +63,7 @@ def _head(card: ScoreCard) -> str:
 
 
 def _pairs(card: ScoreCard) -> list[tuple[str, list[SituationResult]]]:
-    """The rows of each situation. Of drawn histories a scheduler may have its own: the first that fails."""
+    """The rows of each situation. Of random histories a scheduler may have its own: the first that fails."""
     pairs: dict[str, list[SituationResult]] = {}
     for row in card.rows:
         pairs.setdefault(row.situation, []).append(row)

@@ -38,14 +38,14 @@ def test_a_score_card_starts_with_its_verdict_and_failures() -> None:
 
 def test_histories_that_fail_under_one_scheduler_have_a_row_of_their_own() -> None:
     rows = [
-        result("40 drawn histories", "sync", "clean"),
-        result("drawn: add r1", "async", "broke", "KeyError in load."),
+        result("40 random histories", "sync", "clean"),
+        result("random: add r1", "async", "broke", "KeyError in load."),
     ]
     printed = text(answer(ScoreCard("ExampleConnector", "vllm 0.32.0", "read", rows)))
 
-    assert "- drawn: add r1 (async): KeyError in load." in printed
-    assert ["40 drawn histories", "clean", "-", "96"] in cells(printed)
-    assert ["drawn: add r1", "-", "broke", "96"] in cells(printed)
+    assert "- random: add r1 (async): KeyError in load." in printed
+    assert ["40 random histories", "clean", "-", "96"] in cells(printed)
+    assert ["random: add r1", "-", "broke", "96"] in cells(printed)
     assert "Clean under both schedulers" not in printed
 
 
