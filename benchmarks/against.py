@@ -57,6 +57,8 @@ def workloads() -> Iterator[tuple[Workload, int]]:
 def recorded(workload: Workload, steps: int, folder: Path) -> Path:
     """A journal of the workload."""
     lane = ObservedLane(workload, Effort(1, steps), folder / workload.key)
+    if lane.observer.pools is not None:
+        lane.observer.pools.prefixes = None  # its event is newer than the earlier version
     for _ in range(steps):
         lane.step()
     lane.close()
