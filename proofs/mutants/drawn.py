@@ -1,4 +1,4 @@
-"""Draws mutants of the vLLM of this process, and shows which of those that do harm are found.
+"""Draws mutants of the vLLM of this process, and shows which harmful ones are found.
 
 Usage: python -m proofs.mutants.drawn MUTANTS [--first SEED] [--write]; `make proof NAME=mutants
 ARGS="drawn 400"` runs it on the release of RELEASE. `--write` writes docs/reference/drawn-mutants.md.
