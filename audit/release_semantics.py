@@ -327,7 +327,7 @@ class ServerMetrics(NamedTuple):
     looked_up: str
     """The figure of the tokens that were looked up in the prefix cache."""
     hits: str
-    """The figure of those that hit."""
+    """The figure of the tokens that hit."""
     at_end: bool = False
     """Whether a request is counted when it ends. The ledger counts earlier, and is not compared then."""
     zero: tuple[str, ...] = ()

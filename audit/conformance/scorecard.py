@@ -119,13 +119,9 @@ def score(
     with quiet():
         driven = find_connector(connector, module, options)
         _try_to_start(driven, paired)
-        base = driven.base
         for situation in SITUATIONS:
             for asynchronous in (False, True):
-                result, metadata = _in_own_store(situation, driven, asynchronous, paired)
-                if result.outcome in ("broke", "violated") and base is not None:
-                    of_base, _ = _in_own_store(situation, base, asynchronous, paired)
-                    result = _without_inherited(result, of_base, base.name)
+                result, metadata = _judged(situation, driven, asynchronous, paired)
                 results.append(result)
                 on_result(result)
         for asynchronous in (False, True) if drawn else ():
@@ -143,11 +139,7 @@ def _drawn(connector: Connector, asynchronous: bool, paired: bool, seeds: Sequen
 
     def drive(history: Drawn) -> SituationResult:
         situation = Situation(f"random: {history}", history.drive, bool)
-        result, _ = _in_own_store(situation, connector, asynchronous, paired)
-        if result.problems and connector.base is not None:
-            of_base, _ = _in_own_store(situation, connector.base, asynchronous, paired)
-            result = _without_inherited(result, of_base, connector.base.name)
-        return result
+        return _judged(situation, connector, asynchronous, paired)[0]
 
     results: list[SituationResult] = []
     for seed in seeds:
@@ -188,6 +180,18 @@ def _kinds(result: SituationResult) -> set[str]:
     """What kinds of problems there are: invariants, exceptions, or wrong KV."""
     words = (problem.partition(":")[0] for problem in result.problems)
     return {"wrong KV" if word.startswith("Request ") else word for word in words}
+
+
+def _judged(
+    situation: Situation, connector: Connector, asynchronous: bool, paired: bool
+) -> tuple[SituationResult, str]:
+    """The result of one situation, with what the base class does wrong too marked as known."""
+    result, metadata = _in_own_store(situation, connector, asynchronous, paired)
+    base = connector.base
+    if result.outcome in ("broke", "violated") and base is not None:
+        of_base, _ = _in_own_store(situation, base, asynchronous, paired)
+        result = _without_inherited(result, of_base, base.name)
+    return result, metadata
 
 
 def _in_own_store(
