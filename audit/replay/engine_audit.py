@@ -452,7 +452,7 @@ class Observed(Judged):
         self.on_violation: list[Callable[[str, int, Account | None], None]] = []
         """Functions called with each violation, repeated ones included: its id, time and account."""
         self.on_trouble: list[Callable[[Trouble], None]] = []
-        """Functions called after each event with what went wrong with it, if anything did."""
+        """Functions called with what went wrong with an event, and with the event after it."""
         self.observers: list[Observer] = []
         """What counts beside the ledger and the checks."""
         self._by_class: dict[type[Observer], Observer | None] = {}
@@ -562,6 +562,8 @@ class EventAudit(Observed):
         """The event with which accounts close now; None if an engine is gone and they close without one."""
         self._others: list[EventAudit] = []
         """Audits of the same events with other windows: they have findings and sums of their own."""
+        self._troubled = True
+        """Whether something went wrong with the last event, or in what was read before this audit began."""
         self._ended: Totals | None = None
         """Totals of the ended requests in the window of such an audit; None: the ledger has them."""
         if beside is not None:
@@ -628,16 +630,21 @@ class EventAudit(Observed):
         """Post and check one event, and place what went wrong with it in bounded windows."""
         if not self.window.bounded and not self._others and not self.on_trouble:
             return self.auditor.feed(event, number)
-        ledger, began = self.auditor.ledger, self.began_seconds or 0.0
+        ledger = self.auditor.ledger
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
-        findings = self._check(event, number)
-        error = error_name(event) if type(event) is EngineRaised else ""
+        findings, kind = self._check(event, number), type(event)
+        lost, failed = ledger.sums.gaps > gaps, ledger.sums.hook_failures > failures
+        after, self._troubled = self._troubled, lost or failed or kind is HookFailed or kind is EngineRaised
+        if not (after or self._troubled):  # a loss lies between two events, so the one after it counts too
+            return findings
+        began = self.began_seconds or 0.0
+        error = error_name(event) if kind is EngineRaised else ""
         trouble = Trouble(
             before=began + before / 1e6,
             at=began + event.at / 1e6,
-            lost=ledger.sums.gaps > gaps,
-            failed=ledger.sums.hook_failures > failures,
-            unobserved=type(event) is HookFailed and event.removed,
+            lost=lost,
+            failed=failed,
+            unobserved=kind is HookFailed and event.removed,
             error=error if error in ledger.sums.engine_errors else "",
         )
         for audit in (self, *self._others):
@@ -655,9 +662,9 @@ class EventAudit(Observed):
             other._note_requests(other.auditor.check(self.auditor.ledger.entries))
         return findings
 
-    def _note_requests(self, findings: Iterable[Violation]) -> None:
+    def _note_requests(self, findings: Sequence[Violation]) -> None:
         """Note requests with findings; where they end, it is known whether they are in the window."""
-        if self.window.bounded:
+        if findings and self.window.bounded:
             self.journal.window.requests.update((one.request, False) for one in findings if one.request)
 
     def enter(self, entry: Entry) -> None:

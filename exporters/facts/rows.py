@@ -27,7 +27,7 @@ from ...audit.ledger.weights import first_version
 from ...audit.replay.engine_audit import EngineAudit
 from ...audit.replay.observers import Steps
 from ..trace.groups import tier_names
-from ..trace.time_series import TICKS, RequestCounts, Series
+from ..trace.time_series import COUNTED_REQUESTS, TICKS, RequestCounts, Series
 from .schema import LOAD_COLUMNS, Row, Value
 
 MISSED = "missed"
@@ -283,6 +283,8 @@ def engine_facts(audit: EngineAudit) -> EngineFacts:
 # ``activity`` when the journal was read.
 
 LEVELS = ("running", "waiting")
+COUNTED = frozenset((*COUNTED_REQUESTS, ev.CacheReset))
+"""The events that change what is counted."""
 
 CountsState = tuple[int, list[int]]
 """See :attr:`~kvledger.exporters.trace.time_series.RequestCounts.state`."""
@@ -312,6 +314,8 @@ class Activity:
         began = self._audit.began_seconds or 0.0
         holds = self._audit.window.holds
         for event in events:
+            if type(event) not in COUNTED:
+                continue
             changed, reset = self._counts.feed(event), isinstance(event, ev.CacheReset) and event.succeeded
             if (changed or reset) and holds(wall := began + event.at / 1e6):
                 levels = (self._counts.running, self._counts.waiting)

@@ -100,6 +100,9 @@ def together(several: list[Series]) -> Series:
 
 # --- Counts the running and waiting requests of an engine from its events.
 
+COUNTED_REQUESTS = (ev.Stepped, ev.RequestAdded, ev.Finished, ev.Preempted, ev.RolledBack, ev.Snapshot)
+"""The events that change how many run or wait."""
+
 
 class RequestCounts:
     """A request runs from its scheduling to a preemption or its end; otherwise it waits.
@@ -131,7 +134,8 @@ class RequestCounts:
         before = self._in_engine, len(self._running)
         match event:
             case ev.Stepped():
-                self._running.update(ev.numbers(event.changed)[::4])
+                if event.changed:
+                    self._running.update(ev.numbers(event.changed)[::4])
             case ev.RequestAdded():
                 self._in_engine += 1
             case ev.Finished():

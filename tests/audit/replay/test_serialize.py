@@ -51,6 +51,7 @@ NOT_CARRIED: dict[type, set[str]] = {
         "_by_class",
         "_others",
         "_ended",
+        "_troubled",
         "on_event",
         "on_closed",
         "on_violation",
