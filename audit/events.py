@@ -958,6 +958,10 @@ class EncoderInputsSeen(Event, frozen=True, array_like=True, tag=73):
     rows: list[int]
 
 
+ENDED_HOLDERS = 16
+"""The most requests in ``EncoderCacheSeen.ended``."""
+
+
 class EncoderCacheSeen(Event, frozen=True, array_like=True, tag=74):
     """The engine's own count of its encoder cache, at the beginning of a segment and at each census.
 
@@ -965,6 +969,10 @@ class EncoderCacheSeen(Event, frozen=True, array_like=True, tag=74):
     cached encoder output; None at a census. ``shared``: outputs stay for later requests; else the model is an
     encoder-decoder, and an output occupies the cache until the step that reads it has run. ``loads``: an
     encoder cache connector may load outputs.
+
+    At a census of shared outputs: ``freeable`` is the engine's count of embeddings that are free or can be
+    evicted (-1: not counted), and ``held`` has the identities of the outputs that requests hold. ``ended``
+    has, by request id, how many of them a request holds that is not open; at most :data:`ENDED_HOLDERS`.
     """
 
     step: int
@@ -973,6 +981,9 @@ class EncoderCacheSeen(Event, frozen=True, array_like=True, tag=74):
     shared: bool
     loads: bool
     entries: list[int] | None = None
+    freeable: int = -1
+    held: list[int] = []
+    ended: dict[str, int] = {}
 
 
 ENCODER_HIT, ENCODER_RESERVED, ENCODER_EVICTED, ENCODER_COMPUTED, ENCODER_REMOVED, ENCODER_CLEARED = range(6)

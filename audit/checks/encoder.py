@@ -7,35 +7,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ledger.entries import EncoderBudget, EncoderOutputEvicted, EncoderOutputMissing, Entry
+from ..ledger.entries import (
+    EncoderBudget,
+    EncoderOutputEvicted,
+    EncoderOutputMissing,
+    EncoderOutputsKept,
+    Entry,
+)
 from .registry import VLLM_52482, VLLM_54284, VLLM_55733, Witness, invariant
 
 
 @invariant(
     "encoder/free-space",
-    on=(EncoderBudget,),
+    on=(EncoderBudget, EncoderOutputsKept),
     message="In step {step} the engine counts {free} embeddings of its encoder cache as free, of {size}. By "
     "its entries {expected} are.",
     references=(VLLM_55733,),
     near_misses=(
-        "an output that stays cached after its last request has ended",
+        "an output that stays cached after its last request has ended, held by none",
+        "an output that a preempted request, or one that computes further, holds no longer",
         "an encoder-decoder model whose output is free once its step has run",
     ),
 )
 def free_space(entry: Entry) -> Iterator[Witness]:
     """The encoder cache has as many free embeddings as its entries leave.
 
-    Violated when the engine's count differs from the size less the embeddings of all entries. In an
+    Violated when the engine's count differs from the size less the embeddings of all entries. At a census,
+    violated too when its count of free and evictable embeddings differs from the size less the embeddings
+    of the entries that requests hold, or when an ended request holds an entry, which is never evicted. In an
     encoder-decoder model, where an output occupies the cache until its step has run, violated when more is
     free than the cache has. With too high a count, more requests are admitted than fit.
     """
     subject = entry.subject
+    if isinstance(subject, EncoderOutputsKept):
+        noun = "output" if subject.outputs == 1 else "outputs"
+        yield Witness(
+            f"Request {{ended}} has ended and at the census after step {{step}} still holds {{outputs}} "
+            f"encoder {noun}, which can't be evicted.",
+            ended=subject.request_id,
+            outputs=subject.outputs,
+            step=subject.step,
+        )
+        return
     assert isinstance(subject, EncoderBudget)
     at_most = (
         "In step {step} the engine counts {free} embeddings of its encoder cache as free, which has {size}."
     )
+    evictable = (
+        "After step {step} the engine counts {free} embeddings of its encoder cache as free or evictable, of "
+        "{size}. By the outputs that requests hold {expected} are."
+    )
+    other = evictable if subject.evictable else at_most
     yield Witness(
-        None if subject.shared else at_most,
+        None if subject.shared and not subject.evictable else other,
         size=subject.size,
         free=subject.free,
         expected=subject.expected,

@@ -6,10 +6,12 @@ configured with. Its methods run only for requests with encoder inputs; a model 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from .. import events as ev
 from ..hooks import EngineMismatch, Hook, Hooks
+from ..text import cut_id
 from .observer import Observer
 from .pool.requirements import IsolationClasses
 
@@ -67,15 +69,27 @@ class EncoderWatch:
         self._seen(entries)
 
     def census(self) -> None:
-        """Emit ``EncoderCacheSeen``."""
-        self._seen(None)
+        """Emit ``EncoderCacheSeen`` with the outputs that requests hold."""
+        cached, freeable = getattr(self._manager, "cached", {}), -1
+        holders: Counter[str] = Counter()
+        held: list[int] = []
+        if hasattr(self._manager, "freeable"):
+            freeable = getattr(self._manager, "num_freeable_slots", -1)
+            for identifier in cached.keys() - self._manager.freeable.keys():
+                if cached[identifier]:
+                    held.append(self._classes.of_input(identifier))
+                    holders.update(cached[identifier])
+        ended = sorted(holders.keys() - self._log.ids.keys())[: ev.ENDED_HOLDERS]
+        self._seen(None, freeable, held, {cut_id(each): holders[each] for each in ended})
 
-    def _seen(self, entries: list[int] | None) -> None:
+    def _seen(self, entries: list[int] | None, *of_census: Any) -> None:
         size, free = self.size, self._manager.num_free_slots
         loads = getattr(self._scheduler, "ec_connector", None) is not None
         shared = hasattr(self._manager, "freeable")
         self._log.emit(
-            ev.EncoderCacheSeen(self._log.now(), self._observer.step, size, free, shared, loads, entries)
+            ev.EncoderCacheSeen(
+                self._log.now(), self._observer.step, size, free, shared, loads, entries, *of_census
+            )
         )
 
     # --- the manager's methods --------------------------------------------------------------------------

@@ -182,7 +182,12 @@ def _encoder_inputs(event: ev.EncoderInputsSeen) -> str:
 def _encoder_cache(event: ev.EncoderCacheSeen) -> str:
     if len(event.entries or ()) % 2:
         return "entries does not hold 2 numbers for each output"
-    return _within(event, 0, "size") or _within(event, -LARGEST, "free")
+    return (
+        _within(event, 0, "size")
+        or _within(event, -LARGEST, "free")
+        or _within(event, -LARGEST, "freeable")
+        or _too_large("ended", list(event.ended.values()))
+    )
 
 
 def _encoder_used(event: ev.EncoderCacheUsed) -> str:

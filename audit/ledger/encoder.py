@@ -12,7 +12,7 @@ from typing import Any
 from .. import events as ev
 from .account import Account, EncoderInput
 from .accounts import account_of, add_line, enter
-from .entries import EncoderBudget, EncoderOutputEvicted, EncoderOutputMissing, Entry
+from .entries import EncoderBudget, EncoderOutputEvicted, EncoderOutputMissing, EncoderOutputsKept, Entry
 from .ledger_state import LedgerState
 
 READERS_KEPT = 64
@@ -35,6 +35,7 @@ def _cache_seen(state: LedgerState, event: ev.EncoderCacheSeen) -> None:
         cache.at_workers = dict.fromkeys(cache.entries)
     enter(state, event)
     _compare_budget(state, event.free, event.step, None)
+    _compare_held(state, event)
 
 
 def _cache_used(state: LedgerState, event: ev.EncoderCacheUsed) -> None:
@@ -158,9 +159,27 @@ def _compare_budget(state: LedgerState, free: int, step: int, account: Account |
     cache.budget_differs = differs
 
 
+def _compare_held(state: LedgerState, event: ev.EncoderCacheSeen) -> None:
+    """Compare what requests hold with the engine's count of evictable embeddings, and with its requests."""
+    cache = state.encoder
+    sizes = [cache.entries.get(identity, -1) for identity in event.held]
+    if cache.size < 0 or event.freeable < 0 or -1 in sizes:
+        return
+    expected = cache.size - sum(sizes)
+    differs = event.freeable != expected
+    if differs and not cache.evictable_differs:
+        subject = EncoderBudget(cache.size, event.freeable, expected, True, event.step, evictable=True)
+        _subject(state, subject, event.step, None)
+    cache.evictable_differs = differs
+    living = {account.request_id for account in state.living.values()} if event.ended else ()
+    for request_id, outputs in event.ended.items():
+        if request_id not in living:
+            _subject(state, EncoderOutputsKept(request_id, outputs, event.step), event.step, None)
+
+
 def _subject(
     state: LedgerState,
-    subject: EncoderBudget | EncoderOutputEvicted | EncoderOutputMissing,
+    subject: EncoderBudget | EncoderOutputEvicted | EncoderOutputMissing | EncoderOutputsKept,
     step: int,
     account: Account | None,
 ) -> None:

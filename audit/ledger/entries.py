@@ -700,12 +700,22 @@ class EncoderBudget(NamedTuple):
     """The engine's count of free embeddings of its encoder cache differs from that of the entries.
 
     ``shared``: outputs stay for later requests; else ``expected`` is the most that can be free.
+    ``evictable``: ``free`` and ``expected`` also count the entries that no request holds.
     """
 
     size: int
     free: int
     expected: int
     shared: bool
+    step: int
+    evictable: bool = False
+
+
+class EncoderOutputsKept(NamedTuple):
+    """A request has ended and still holds ``outputs`` of the encoder cache."""
+
+    request_id: str
+    outputs: int
     step: int
 
 
@@ -772,6 +782,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         | ContentRecomputed
         | EncoderBudget
         | EncoderOutputEvicted
+        | EncoderOutputsKept
         | EncoderOutputMissing
         | StreamSubject
         | Settlement

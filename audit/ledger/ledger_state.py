@@ -258,6 +258,8 @@ class EncoderCache(msgspec.Struct):
     """Numbers of the requests that have read an output, by identity."""
     budget_differs: bool = False
     """Whether the engine's count of free embeddings differed when it was last seen."""
+    evictable_differs: bool = False
+    """Whether its count of free and evictable embeddings differed at the last census."""
 
     def forget(self) -> None:
         """Events were lost: what the cache holds is not known until the next segment."""

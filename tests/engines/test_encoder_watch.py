@@ -59,6 +59,27 @@ def two_readers(driver: Any) -> None:
         driver.run()
 
 
+class Keeping(EncoderCacheManager):
+    """Keeps what the request "a" holds when it ends."""
+
+    def free(self, request: Any) -> None:
+        if request.request_id != "a":
+            super().free(request)
+
+    def free_encoder_input(self, request: Any, input_id: int) -> None:
+        if request.request_id != "a":
+            super().free_encoder_input(request, input_id)
+
+
+class Crediting(EncoderCacheManager):
+    """Counts an output as evictable once more."""
+
+    def check_and_update_cache(self, request: Any, input_id: int) -> bool:
+        found = super().check_and_update_cache(request, input_id)
+        self.num_freeable_slots += 32 if found else 0
+        return found
+
+
 def setting(events: list[Event]) -> Any:
     (started,) = [event for event in events if isinstance(event, EngineStarted)]
     return started.configuration["encoder_cache"]
@@ -76,6 +97,19 @@ def test_a_manager_is_observed_whatever_it_passes_on(kind: type) -> None:
         for account in auditor.ledger.accounts()
     }
     assert "clean" == auditor.verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Keeping, "Request a has ended and"), (Crediting, "counts 96 embeddings")],
+)
+def test_a_census_compares_what_requests_hold(kind: type, says: str) -> None:
+    auditor = Auditor()
+    auditor.feed_all(recorded(kind, two_readers))
+
+    (violation,) = auditor.violations
+    assert "encoder/free-space" == violation.id
+    assert says in violation.message
 
 
 @pytest.mark.parametrize("kind", [Tiered, Renamed])

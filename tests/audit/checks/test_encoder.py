@@ -88,6 +88,32 @@ def test_more_free_space_than_the_cache_has_is_found_in_an_encoder_decoder_model
     assert "160 embeddings of its encoder cache as free, which has 100" in violation.message
 
 
+def held(freeable: int, *identities: int, **ended: int) -> EncoderCacheSeen:
+    """A census of a cache that has the cat's 30 embeddings, and what requests hold of it."""
+    return EncoderCacheSeen(0, 1, SIZE, 70, True, False, None, freeable, list(identities), ended)
+
+
+CAT_READ = [seen(), *arrives(0, (CAT, 0, 30)), *step(1, 70, computes(0), r0=(50, 50))]
+
+
+@violates("encoder/free-space")
+@pytest.mark.parametrize(
+    ("census", "figures"),
+    [
+        (held(SIZE, CAT), {"size": SIZE, "free": SIZE, "expected": 70, "step": 1}),
+        (held(70), {"size": SIZE, "free": 70, "expected": SIZE, "step": 1}),
+        (held(70, CAT, gone=1), {"ended": "gone", "outputs": 1, "step": 1}),
+    ],
+    ids=["evictable-though-held", "held-by-none-and-kept", "held-by-an-ended-request"],
+)
+def test_outputs_that_are_held_and_those_that_can_be_evicted_are_the_whole_cache(
+    census: EncoderCacheSeen, figures: dict[str, int]
+):
+    (violation,) = without_drifts(audited([*CAT_READ, census]))
+
+    assert ("encoder/free-space", figures) == (violation.id, violation.figures)
+
+
 @near_miss("encoder/free-space")
 @pytest.mark.parametrize(
     "events",
@@ -95,6 +121,9 @@ def test_more_free_space_than_the_cache_has_is_found_in_an_encoder_decoder_model
         [seen(shared=False), *arrives(0, (CAT, 0, 30)), *step(1, SIZE, computes(0), r0=(50, 50))],
         [seen(40, [CAT, 30, DOG, -1]), *arrives(0, (7, 0, 30)), *step(1, 10, computes(0), r0=(50, 50))],
         [seen(70, [CAT, 30]), EncoderCacheUsed(0, 1, SIZE, [ENCODER_CLEARED, -1, 0])],
+        [*CAT_READ, held(70, CAT), held(SIZE)],
+        [*CAT_READ, held(-1, CAT), held(SIZE, DOG)],
+        [*CAT_READ, held(70, CAT, r0=1)],
         [
             seen(),
             *arrives(0, (CAT, 0, 30)),
@@ -104,7 +133,15 @@ def test_more_free_space_than_the_cache_has_is_found_in_an_encoder_decoder_model
             seen(70, [CAT, 30]),
         ],
     ],
-    ids=["freed-in-its-step", "an-entry-of-unknown-size", "cleared", "kept-after-its-request"],
+    ids=[
+        "freed-in-its-step",
+        "an-entry-of-unknown-size",
+        "cleared",
+        "held-and-released",
+        "not-counted",
+        "held-by-an-open-request",
+        "kept-after-its-request",
+    ],
 )
 def test_free_space_that_the_entries_leave_is_right(events: list[Event]):
     assert [] == violation_ids(events)
