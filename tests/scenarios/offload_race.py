@@ -221,15 +221,18 @@ def _with_tensors(build: Callable[..., Any]) -> Callable[..., Any]:
             tensors = [KVCacheTensor(size=size, shared_by=[name]) for name in NAMES]
         else:
             placed = {"layer_stride": size, "block_stride": PAGE_BYTES}
-            tensors = [KVCacheTensor(size=LAYERS * size, layers=[name], **placed) for name in NAMES]
+            tensors = [KVCacheTensor(size=size, layers=[name], **placed) for name in NAMES]
         config.kv_cache_tensors = tensors
         return config
 
     return built
 
 
-def offloaded(attach: Attach, *, asynchronous: bool) -> None:
-    """Three requests: the second takes the blocks of the first, and the third loads them from host memory."""
+def offloaded(attach: Attach, *, asynchronous: bool, output: int = 20, shared: int = 200) -> None:
+    """Three requests: the second takes the blocks of the first, and the third loads them from host memory.
+
+    ``output``: the most tokens of each output. ``shared``: how many tokens the third shares with the first.
+    """
     setup = engine_setup(
         blocks=BLOCKS,
         block_size=BLOCK_TOKENS,
@@ -245,8 +248,8 @@ def offloaded(attach: Attach, *, asynchronous: bool) -> None:
         runners.append(OffloadRunner(driver.scheduler))
         driver.kv = driver.scheduler.kv_runner = runners[0]
         attach(driver.scheduler)
-        for name, shares in (("first", None), ("second", None), ("third", ("first", 200))):
-            driver.add(name, 210, 20, shares=shares)
+        for name, shares in (("first", None), ("second", None), ("third", ("first", shared))):
+            driver.add(name, 210, output, shares=shares)
             driver.run()
         if not runners[0].device.loads:
             raise RuntimeError("no block was loaded")
