@@ -392,6 +392,12 @@ NOT_DRIVEN = (
         "A block is read after its lease ended: it needs two engines over NIXL and a lease that ends.",
     ),
     (
+        "vllm",
+        "pull/56855",
+        "MooncakeConnector reports the blocks of a failed load by their numbers, in a model with several KV "
+        "cache groups: it needs two engines and Mooncake's transfer engine.",
+    ),
+    (
         "vllm-ascend",
         "issues/16639",
         "Hits happen and the engine counts none: vllm-ascend needs Ascend's libraries.",
