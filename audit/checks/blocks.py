@@ -39,6 +39,7 @@ from ..ledger.entries import (
     PoolComparison,
     ReadInvalid,
     SharedWrite,
+    Stateless,
     StrayFree,
     UncommittedHit,
     Uncovered,
@@ -553,21 +554,32 @@ def write_shared(entry: Entry) -> Iterator[Witness]:
 
 @invariant(
     "blocks/coverage",
-    on=(Uncovered, Misplaced),
+    on=(Uncovered, Misplaced, Stateless),
     message="",
     near_misses=(
         "null blocks before a sliding window, which take the place of their positions",
-        "Mamba states, cross-attention and ring buffers, whose block tables do not follow positions",
+        "Mamba states that no step reads any more, whose places are empty",
+        "a Mamba state that stands at a later place because drafts were rejected",
+        "cross-attention and ring buffers, whose block tables do not follow positions",
     ),
 )
 def coverage(entry: Entry) -> Iterator[Witness]:
-    """A request's block tables have a slot for each of its computed tokens.
+    """A request's tables have a slot for each of its computed tokens, or a block for the state that it reads.
 
     Checked whenever block tables are recorded: at an admission, and in turn for all running requests.
-    Violated when a table is too short, or when a cached block stands where other positions belong, whose KV
-    the request then reads.
+    Violated when a table is too short, when a cached block stands where other positions belong, whose KV
+    the request then reads, or when the place of the Mamba state that a step reads is empty.
     """
     subject = entry.subject
+    if isinstance(subject, Stateless):
+        yield Witness(
+            "The block table of request {request} in group {group} has no block at place {place}, where the "
+            "state after {end} tokens belongs that the request reads.",
+            group=subject.group,
+            place=subject.place,
+            end=subject.end,
+        )
+        return
     if isinstance(subject, Misplaced):
         yield Witness(
             "Block {block} is at place {place} of the block table of request {request} in group {group}, for "

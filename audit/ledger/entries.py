@@ -201,6 +201,15 @@ class Uncovered(NamedTuple):
     computed_tokens: int
 
 
+class Stateless(NamedTuple):
+    """A request's table has no block at the place of a state that the request reads."""
+
+    group: int
+    place: int
+    end: int
+    """Where the prefix ends of which the state is the checkpoint."""
+
+
 class Misplaced(NamedTuple):
     """A cached block stands in a request's table where other positions belong."""
 
@@ -242,6 +251,7 @@ Subject = (
     | SharedWrite
     | Misplaced
     | Uncovered
+    | Stateless
     | Leak
 )
 BlockFinding = tuple[Subject, int]

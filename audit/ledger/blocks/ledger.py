@@ -24,6 +24,7 @@ from ..entries import (
     OtherPrefix,
     PoolComparison,
     SharedWrite,
+    Stateless,
     StrayFree,
     Uncovered,
 )
@@ -249,6 +250,8 @@ def _tables(holdings: Holdings, event: ev.TablesReported) -> None:
                 holdings.report(Uncovered(group, len(table), size, computed), request)
             if positional:
                 _places(holdings, number, request, group, table)
+            elif group in holdings.pools[number].states:
+                _state_places(holdings, number, request, group, computed, table)
 
 
 def _places(holdings: Holdings, number: int, request: int, group: int, table: list[int]) -> None:
@@ -268,6 +271,25 @@ def _places(holdings: Holdings, number: int, request: int, group: int, table: li
         ):
             story = holdings.story(number, block)
             return holdings.report(Misplaced(group, block, place, size, record.begin, story), request)
+
+
+def _state_places(
+    holdings: Holdings, number: int, request: int, group: int, computed: int, table: list[int]
+) -> None:
+    """Report a table of states without a block for the state that the last step read, or the next one reads.
+
+    It stands at the place of the last position before the step; where a count fell, as by rejected drafts, it
+    may stand at another. Which step was the last is known only if the ledger has it in flight.
+    """
+    account, pool = holdings.account(request), holdings.pools[number]
+    life = account.life if account is not None and account.unknown is None else None
+    if account is None or life is None or life.rejected or life.rolled_back:
+        return
+    starts = [each.start for each in account.in_flight[-1:] if each.start + each.tokens == computed]
+    for end in (*starts, computed):
+        place = (end - 1) // pool.groups[group][0]
+        if end > 0 and table[place : place + 1] in ([], [pool.null_block]):
+            return holdings.report(Stateless(group, place, end), request)
 
 
 def _table(

@@ -25,7 +25,7 @@ from kvledger.audit.traffic.engine_setup import EngineSetup
 violates = pytest.mark.violates
 near_miss = pytest.mark.near_miss
 
-FULL, WINDOW, CROSS = 0, 1, 1
+FULL, WINDOW, CROSS, STATES = 0, 1, 1, 1
 """Group numbers in engines with two groups."""
 
 BLOCK_TOKENS = 16
@@ -122,6 +122,21 @@ def test_shared_blocks_that_leave_the_window_are_clean(watched: Watched) -> None
     driver.run()
 
     assert [] == watched.violation_ids()
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+@violates("blocks/coverage")
+def test_an_empty_place_where_the_state_of_a_request_belongs_is_found(watched: Watched) -> None:
+    driver = running(watched, "a", groups=("full", "mamba"), blocks=128)
+    for _ in range(2 * AT_REST_STEPS):
+        driver.step()
+        table(driver, "a", STATES)[-1] = manager(driver, STATES)._null_block
+
+    finding = watched.finding("blocks/coverage")
+
+    assert "of request a in group 1 has no block at place" in finding.message
 
 
 # --- cross-attention ------------------------------------------------------------------------------
