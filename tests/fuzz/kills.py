@@ -185,12 +185,12 @@ def rows(folder: Path) -> list[Any]:
 # --- children -----------------------------------------------------------------------------------------
 
 
-def kill_a_child(rng: random.Random) -> bool:
-    """Kill a process that this process began, within the next moments; False: there was none."""
+def kill_a_child(rng: random.Random, seconds: float, work_ended: threading.Event) -> bool:
+    """Kill a process that this process began, at most ``seconds`` later; False: there was none."""
     until = time.monotonic() + 20
-    while time.monotonic() < until:
+    while time.monotonic() < until and not work_ended.is_set():
         if found := list(children()):
-            time.sleep(5 * rng.random() * SECONDS)
+            time.sleep(seconds * rng.random())
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(found), signal.SIGKILL)
                 return True
@@ -221,7 +221,7 @@ def kill_compacting_children(number: int, rng: random.Random, root: Path) -> lis
     kills = 0
     for _ in range(number):
         engine.write(3)
-        kills += kill_a_child(rng)
+        kills += kill_a_child(rng, 5 * SECONDS, threading.Event())
     engine.stop()
     failures, before = compactor.health.compact_failures, time.time()
     until = time.monotonic() + RUN_HANGS  # the child has a low priority
@@ -245,7 +245,8 @@ def kill_reading_children(number: int, rng: random.Random, root: Path) -> list[s
     whole = refused = 0
     wrong = []
     for _ in range(number):
-        killer = threading.Thread(target=kill_a_child, args=(rng,))
+        ended = threading.Event()
+        killer = threading.Thread(target=kill_a_child, args=(rng, SECONDS, ended))
         killer.start()
         try:
             found = audit_paths([root], run=Processes(2)).totals.requests
@@ -254,8 +255,9 @@ def kill_reading_children(number: int, rng: random.Random, root: Path) -> list[s
         except LedgerError as error:
             refused += 1
             wrong += [str(error)] * ("killed" not in str(error))
+        ended.set()
         killer.join()
-    print(f"reading children: {number:,} kills, {whole:,} whole answers, {refused:,} sentences")
+    print(f"reading children: {number:,} tries, {whole:,} whole answers, {refused:,} sentences")
     return wrong
 
 

@@ -12,7 +12,6 @@ from tests.audit.analysis.test_blocks import A, B, C, Recording
 from tests.exporters.facts.test_compact import approximately, count_batches
 from tests.exporters.facts.test_kept_blocks import BEGAN, SECOND, Engine, ended
 from tests.exporters.facts.test_kept_pages import figures, not_compacted, replay
-from tests.exporters.facts.test_kill import MOST_CHANGES, killed
 
 from kvledger.audit.analysis.block_states import STATES
 from kvledger.audit.replay.windows import EVERYTHING, Window
@@ -145,34 +144,6 @@ def test_journals_of_level_tokens_have_no_rows_about_blocks(tmp_path: Path) -> N
     compact(journals.clean(tmp_path / "tokens"))
     tables = {path.name for path in (tmp_path / FOLDER).iterdir() if path.is_dir()}
     assert "requests" in tables and not tables & {"admissions", "block_operations", "block_use"}
-
-
-@pytest.mark.crash
-def test_a_killed_compact_changes_nothing_about_blocks(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "before", 1, blocks=16, step=120 * SECOND)
-    engine.run(60)
-    compact(engine.path)
-    engine.run(30)
-    engine.stop()
-    expected = _about_blocks(tmp_path / "before")
-    kills = 0
-    for at in range(1, MOST_CHANGES):
-        copy = tmp_path / str(at)
-        shutil.copytree(tmp_path / "before", copy)
-        if not killed(copy / "engine-00", at, None):
-            break
-        kills += 1
-        assert expected == _about_blocks(copy), f"killed at change {at}"
-        assert "" == compact(copy / "engine-00").problem
-        assert expected == _about_blocks(copy), f"compacted again after a kill at change {at}"
-        shutil.rmtree(copy)
-    assert kills > 10
-
-
-def _about_blocks(path: Path) -> Any:
-    operations = asked(path, "SELECT * EXCLUDE (engine) FROM block_operations ORDER BY number")
-    lives = asked(path, "SELECT life, request, closed_time FROM admissions ORDER BY life")
-    return operations, lives, asked(path, "SELECT sum(allocated), sum(hits), sum(evicted) FROM block_use")
 
 
 def test_a_request_ends_in_the_hour_of_its_last_event(tmp_path: Path) -> None:

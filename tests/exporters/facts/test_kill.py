@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import duckdb
 import msgspec
 import pytest
 from tests.exporters.facts.test_compact import HOUR, Engine
+from tests.exporters.facts.test_kept_blocks import SECOND
+from tests.exporters.facts.test_kept_blocks import Engine as EngineOfBlocks
 from tests.simulated_trace import WALL_SECONDS
 
 from kvledger.exporters.facts.compact import Retention, compact
 from kvledger.exporters.facts.kept import FOLDER
+from kvledger.exporters.reports.query import ask
 from kvledger.exporters.reports.summary import summarize
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
@@ -25,17 +29,21 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.truncate"}
 MOST_CHANGES = 400
 
 
-@pytest.fixture(scope="module", params=["running", "ended"])
-def compacted_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A journal that was compacted, and went on."""
-    folder = tmp_path_factory.mktemp("journals")
+def running(folder: Path) -> None:
+    """Write a journal that was compacted, and went on."""
     engine = Engine(folder, 120)
     engine.write(30)
     assert "" == compact(engine.path).problem
     engine.write(30)
-    if request.param == "ended":
-        engine.stop()
-    return folder
+
+
+def ended_with_blocks(folder: Path) -> None:
+    """The same at level blocks, of an engine that has ended."""
+    engine = EngineOfBlocks(folder, 1, blocks=16, step=120 * SECOND)
+    engine.run(20)
+    assert "" == compact(engine.path).problem
+    engine.run(10)
+    engine.stop()
 
 
 KEEP = Retention(WALL_SECONDS + HOUR, 0.0)
@@ -65,8 +73,16 @@ def killed(journal: Path, at: int, keep: Retention | None) -> bool:
     return os.WIFSIGNALED(status)
 
 
+OF_BLOCKS = """SELECT
+    (SELECT list(row ORDER BY number) FROM (SELECT * EXCLUDE (engine) FROM block_operations) row),
+    (SELECT list(row ORDER BY life) FROM (SELECT life, request, closed_time FROM admissions) row),
+    (SELECT [sum(allocated), sum(hits), sum(evicted)] FROM block_use)
+"""
+
+
 def figures(folder: Path) -> Any:
-    return msgspec.to_builtins(summarize([folder], "outcome"))
+    """Sums of requests, and all rows about blocks."""
+    return msgspec.to_builtins(summarize([folder], "outcome")), ask([folder], OF_BLOCKS).rows
 
 
 def requests_in_the_dataset(folder: Path) -> int:
@@ -85,10 +101,12 @@ def requests_in_sums(folder: Path) -> int:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("keep", [None, KEEP], ids=["all rows", "new rows"])
+@pytest.mark.parametrize(("write", "keep"), [(running, KEEP), (ended_with_blocks, None)])
 def test_a_killed_compact_changes_no_figure(
-    compacted_once: Path, tmp_path: Path, keep: Retention | None
+    write: Callable[[Path], None], tmp_path: Path, keep: Retention | None
 ) -> None:
+    compacted_once = tmp_path / "before"
+    write(compacted_once)
     expected = figures(compacted_once)
     kills, ended, counted = 0, 0, set[tuple[int, int]]()
     for at in range(1, MOST_CHANGES):
