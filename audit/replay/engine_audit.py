@@ -632,19 +632,21 @@ class EventAudit(Observed):
             return self.auditor.feed(event, number)
         ledger = self.auditor.ledger
         before, gaps, failures = ledger.at, ledger.sums.gaps, ledger.sums.hook_failures
-        findings, kind = self._check(event, number), type(event)
+        findings = self._check(event, number)
         lost, failed = ledger.sums.gaps > gaps, ledger.sums.hook_failures > failures
-        after, self._troubled = self._troubled, lost or failed or kind is HookFailed or kind is EngineRaised
+        raised = event if type(event) is EngineRaised else None
+        removed = type(event) is HookFailed and event.removed
+        after, self._troubled = self._troubled, lost or failed or removed or raised is not None
         if not (after or self._troubled):  # a loss lies between two events, so the one after it counts too
             return findings
         began = self.began_seconds or 0.0
-        error = error_name(event) if kind is EngineRaised else ""
+        error = "" if raised is None else error_name(raised)
         trouble = Trouble(
             before=began + before / 1e6,
             at=began + event.at / 1e6,
             lost=lost,
             failed=failed,
-            unobserved=kind is HookFailed and event.removed,
+            unobserved=removed,
             error=error if error in ledger.sums.engine_errors else "",
         )
         for audit in (self, *self._others):

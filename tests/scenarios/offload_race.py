@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.scenarios.driving import Attach, engine_setup
-from tests.scenarios.kv_runner import HEADS, LAYERS, WIDTH, Driver, KVRunner
+from tests.scenarios.kv_runner import HEADS, LAYERS, WIDTH, KVRunner
 
 from kvledger.audit.engines.content.attached import watch_content
 from kvledger.audit.entry.attach import attach as attach_audit
 from kvledger.audit.traffic import engine_setup as built_by
+from kvledger.audit.traffic.driver import Driver
 
 BLOCKS, BLOCK_TOKENS = 24, 16
 PAGE_BYTES = HEADS * BLOCK_TOKENS * 2 * WIDTH * 4
