@@ -564,7 +564,7 @@ def write_shared(entry: Entry) -> Iterator[Witness]:
     ),
 )
 def coverage(entry: Entry) -> Iterator[Witness]:
-    """A request's tables have a slot for each of its computed tokens, or a block for the state that it reads.
+    """A request's block tables have a slot for each of its computed tokens.
 
     Checked whenever block tables are recorded: at an admission, and in turn for all running requests.
     Violated when a table is too short, when a cached block stands where other positions belong, whose KV
