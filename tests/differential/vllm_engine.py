@@ -146,8 +146,8 @@ class Expected:
         """The known faults of engines that what happened to a request may show."""
         yield from account.faults
         drafts, asynchronous = "drafts" in self.history.setup, self.history.setup["asynchronous"]
-        if account.resumable and drafts:
-            # Both numbers are the engine's own. The device does not follow turns that end within drafts.
+        if account.resumable and (drafts or self.history.depth > 2):
+            # Both numbers are the engine's own. The device does not follow what is in flight at a turn's end.
             yield "session-skips-tokens"
         if account.resumable:
             yield "session-takes-a-past-output"
