@@ -57,9 +57,8 @@ def free_space(entry: Entry) -> Iterator[Witness]:
         "After step {step} the engine counts {free} embeddings of its encoder cache as free or evictable, of "
         "{size}. By the outputs that requests hold {expected} are."
     )
-    other = evictable if subject.evictable else at_most
     yield Witness(
-        None if subject.shared and not subject.evictable else other,
+        evictable if subject.evictable else None if subject.shared else at_most,
         size=subject.size,
         free=subject.free,
         expected=subject.expected,

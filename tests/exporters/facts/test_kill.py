@@ -105,13 +105,13 @@ def requests_in_sums(folder: Path) -> int:
 def test_a_killed_compact_changes_no_figure(
     write: Callable[[Path], None], tmp_path: Path, keep: Retention | None
 ) -> None:
-    compacted_once = tmp_path / "before"
-    write(compacted_once)
-    expected = figures(compacted_once)
+    before = tmp_path / "before"
+    write(before)
+    expected = figures(before)
     kills, ended, counted = 0, 0, set[tuple[int, int]]()
     for at in range(1, MOST_CHANGES):
         folder = tmp_path / str(at)
-        shutil.copytree(compacted_once, folder)
+        shutil.copytree(before, folder)
         if not killed(folder / "engine-00", at, keep):
             ended = requests_in_sums(folder)
             break
