@@ -373,7 +373,7 @@ NOT_DRIVEN = (
     (
         "vllm",
         "issues/47812",
-        "Block numbers of one KV cache group are taken for those of another (vLLM#56855 too): not tried yet.",
+        "Block numbers of one KV cache group are taken for those of another: not tried yet.",
     ),
     ("vllm", "pull/52912", "A tier serves its peer too few blocks: it needs two engines over NIXL."),
     (
